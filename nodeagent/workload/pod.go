@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package workload
+
+import (
+	corev1 "k8s.io/api/core/v1"
+)
+
+// Annotations that kubelet sets on the mirror of a static pod. The first is the
+// UID by which the runtime, and so CNI and the cgroups, know the pod: the mirror
+// object's own UID is another one.
+const (
+	annotationConfigHash   = "kubernetes.io/config.hash"
+	annotationConfigMirror = "kubernetes.io/config.mirror"
+)
+
+// Pod is a pod as the agent knows it. It holds what decisions need and nothing
+// of its spec beyond that.
+type Pod struct {
+	UID            string // as the container runtime knows it; keys all state
+	Namespace      string
+	Name           string
+	ServiceAccount string // empty for static pods
+
+	Labels          map[string]string
+	Annotations     map[string]string
+	NamespaceLabels map[string]string
+
+	HostNetwork bool
+	Phase       corev1.PodPhase
+	Deleting    bool // it has a deletionTimestamp: draining, and still in need of traffic and certificate
+	Static      bool // kubelet runs it from a file, the API server only shows a mirror
+}
+
+// FromPod returns what the agent needs of pod. The maps are shared with pod,
+// which must not be changed afterwards.
+//
+// The UID of a static pod is its annotation kubernetes.io/config.hash. The
+// annotation counts only on a pod that has no service account or is marked as a
+// mirror: the API server gives every other pod a service account and refuses one
+// on a mirror, so nobody can write another pod's UID there and be in the mesh.
+func FromPod(pod *corev1.Pod, namespaceLabels map[string]string) Pod {
+	p := Pod{
+		UID:             string(pod.UID),
+		Namespace:       pod.Namespace,
+		Name:            pod.Name,
+		ServiceAccount:  pod.Spec.ServiceAccountName,
+		Labels:          pod.Labels,
+		Annotations:     pod.Annotations,
+		NamespaceLabels: namespaceLabels,
+		HostNetwork:     pod.Spec.HostNetwork,
+		Phase:           pod.Status.Phase,
+		Deleting:        pod.DeletionTimestamp != nil,
+	}
+	hash := pod.Annotations[annotationConfigHash]
+	_, mirror := pod.Annotations[annotationConfigMirror]
+	if hash != "" && (mirror || p.ServiceAccount == "") {
+		p.Static = true
+		p.UID = hash
+	}
+	return p
+}
+
+// Ended says whether the pod's containers have stopped for good. Its netns may
+// be gone by then.
+func (p Pod) Ended() bool {
+	return p.Phase == corev1.PodSucceeded || p.Phase == corev1.PodFailed
+}
+
+// String returns "namespace/name", as logs show it.
+func (p Pod) String() string { return p.Namespace + "/" + p.Name }
