@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# Everything here also works for an ordinary user; only installing Debian
+# packages needs root, and where that is not so the missing ones are named.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# Standard output belongs to what is run: `make demo ARGS=--json` prints JSON.
+MAKEFLAGS += --no-print-directory --silent
+
+export PATH := $(PATH):/usr/local/go/bin:/usr/sbin:/sbin
+
+# What to pass to the program that demo or bench runs, and to go test.
+ARGS ?=
+TESTFLAGS ?=
+
+VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
+LDFLAGS := -s -w -X main.version=$(VERSION)
+# -trimpath and no VCS stamp: the same sources give the same bytes anywhere.
+GO_BUILD := CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)'
+COMMON := ./common.sh
+
+.PHONY: help
+help: ## Show these targets.
+	awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	echo
+	echo '  ARGS=...         arguments for demo (--json, --hold, --redirection=iptables) and bench'
+	echo '  TESTFLAGS=...    flags for go test (-short, -run=NAME, -count=1)'
+	echo '  VERSION=...      the version stamped into the binaries; from git unless given'
+
+.PHONY: require-go
+require-go:
+	$(COMMON) require_go
+
+.PHONY: build
+build: require-go ## Build bin/ambientd, bin/ambient-cni and bin/devproxy, static.
+	mkdir -p bin
+	$(GO_BUILD) -o bin/ambientd ./nodeagent
+	$(GO_BUILD) -o bin/ambient-cni ./cni-plugin
+	$(GO_BUILD) -o bin/devproxy ./tools/devproxy
+
+# The race detector is what needs a C compiler; the kernel tests drive iptables
+# and read back what the nftables backend wrote with nft.
+.PHONY: require-test
+require-test: require-go
+	$(COMMON) require_kernel
+	$(COMMON) require_commands iptables-nft-restore:iptables nft:nftables
+	$(COMMON) require_race
+
+.PHONY: test
+test: require-test ## Run all tests with the race detector (installs what they need, as root on Debian).
+	CGO_ENABLED=1 go test -race $(TESTFLAGS) ./...
+
+.PHONY: demo
+demo: build ## Walk pods through the mesh in namespaces of their own, and check each step.
+	$(COMMON) require_kernel
+	$(COMMON) require_commands iptables-nft-restore:iptables
+	mkdir -p out
+	$(GO_BUILD) -o out/demo ./tools/demo
+	plugins=$$($(COMMON) build_tools tools/cniplugins)
+	out/demo --bin=bin --cni-bin="$$plugins" $(ARGS)
+
+.PHONY: bench
+bench: build ## Measure what ambientd costs against two iptables-restore runs, and check the limits.
+	$(COMMON) require_kernel
+	$(COMMON) require_commands iptables-nft-restore:iptables
+	mkdir -p out
+	$(GO_BUILD) -o out/bench ./tools/bench
+	$(GO_BUILD) -o out/noop-plugin ./tools/bench/noop-plugin
+	out/bench --bin=bin --noop-plugin=out/noop-plugin --results=bench/results $(ARGS)
+
+.PHONY: lint
+lint: require-go ## Check format, go vet, golangci-lint and shellcheck.
+	$(COMMON) lint_format
+	go vet ./...
+	linter=$$($(COMMON) build_tools tools/lint)
+	"$$linter/golangci-lint" run ./...
+	$(COMMON) require_commands shellcheck:shellcheck
+	shellcheck common.sh .ci/run .ci/as-user
+
+.PHONY: generate
+generate: require-go ## Write the generated code anew.
+	$(COMMON) generate .
+
+.PHONY: check-generated
+check-generated: require-go ## Fail if committed generated code is not what its sources give.
+	$(COMMON) check_generated
+
+.PHONY: fences
+fences: require-go ## Check which packages may import which, and the plugin's size.
+	go test -count=1 ./tools/fences
+
+.PHONY: clean
+clean: ## Remove what was built here (tools kept outside of the checkout stay).
+	rm -rf bin out

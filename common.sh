@@ -1,0 +1,194 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Shell functions that the Makefile, .ci/run and the scripts below tools/ share:
+# what the machine must have, and where tools that are built once are kept.
+# To be sourced, or run as `common.sh FUNCTION ARGUMENT...`. Everything that is
+# said to a person goes to standard error; standard output carries results only.
+
+# The oldest Go that go.mod's language version allows.
+readonly MIN_GO=1.26
+# The first kernel with SO_NETNS_COOKIE, by which network namespaces are told apart.
+readonly MIN_KERNEL=5.14
+
+say() { printf '%s\n' "$*" >&2; }
+
+die() {
+	say "error: $*"
+	exit 1
+}
+
+# at_least HAVE WANT: whether dotted version HAVE is WANT or newer.
+at_least() {
+	[ "$(printf '%s\n%s\n' "$2" "$1" | sort -V | head -n 1)" = "$2" ]
+}
+
+# find_go puts the usual place of a Go that was unpacked by hand on PATH, for
+# shells that read no profile.
+find_go() {
+	if ! command -v go >/dev/null && [ -x /usr/local/go/bin/go ]; then
+		PATH=$PATH:/usr/local/go/bin
+		export PATH
+	fi
+}
+
+# require_go dies unless the go command is there and new enough.
+require_go() {
+	find_go
+	command -v go >/dev/null ||
+		die "no go command found: install Go $MIN_GO or newer (https://go.dev/dl/) and put its bin directory on PATH"
+	local version
+	version=$(go env GOVERSION)
+	version=${version#go}
+	at_least "${version%%[!0-9.]*}" "$MIN_GO" ||
+		die "Go $version is too old: ambientd needs Go $MIN_GO or newer (https://go.dev/dl/)"
+}
+
+# require_kernel dies unless this is Linux and new enough.
+require_kernel() {
+	[ "$(uname -s)" = Linux ] || die "this needs Linux: network namespaces are what it is about"
+	local release
+	release=$(uname -r)
+	at_least "${release%%[!0-9.]*}" "$MIN_KERNEL" ||
+		die "kernel $release is too old: ambientd needs Linux $MIN_KERNEL or newer (SO_NETNS_COOKIE)"
+}
+
+# require_commands COMMAND:PACKAGE...: makes sure that every command is there. What is
+# missing is installed with apt-get where that is possible (as root, on Debian
+# and its kin); elsewhere the function dies and names all that is missing.
+require_commands() {
+	local pair missing=() packages=()
+	# Debian keeps iptables and nft where an ordinary user's PATH does not look.
+	PATH=$PATH:/usr/sbin:/sbin
+	for pair in "$@"; do
+		command -v "${pair%%:*}" >/dev/null && continue
+		missing+=("${pair%%:*}")
+		packages+=("${pair#*:}")
+	done
+	[ ${#missing[@]} -gt 0 ] || return 0
+	if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+		die "missing: ${missing[*]}. Install them; on Debian, as root: apt-get install ${packages[*]}"
+	fi
+	say "installing: ${packages[*]}"
+	apt_install "${packages[@]}"
+	for pair in "$@"; do
+		command -v "${pair%%:*}" >/dev/null ||
+			die "${pair%%:*} is still missing after installing the package ${pair#*:}"
+	done
+}
+
+# apt_install PACKAGE...: installs Debian packages without asking anything.
+apt_install() {
+	export DEBIAN_FRONTEND=noninteractive
+	local install=(apt-get install -y -q --no-install-recommends "$@")
+	# The package lists of a fresh machine are empty or old: fetch them only
+	# where the first attempt shows that they are.
+	"${install[@]}" >&2 || {
+		apt-get update -q >&2 || die "apt-get update failed: see above"
+		"${install[@]}" >&2 || die "apt-get could not install $*: see above"
+	}
+}
+
+# require_race makes sure that Go's race detector can be used: it needs cgo, which
+# needs a C compiler and the C library's headers.
+require_race() {
+	require_commands gcc:gcc
+	require_file /usr/include/stdio.h libc6-dev
+}
+
+# require_file FILE PACKAGE: like require_commands, for what is no command.
+require_file() {
+	[ ! -e "$1" ] || return 0
+	if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+		die "missing: $1. Install it; on Debian, as root: apt-get install $2"
+	fi
+	say "installing: $2"
+	apt_install "$2"
+}
+
+# cache_dir prints where built tools are kept, outside of any checkout.
+cache_dir() {
+	if [ -n "${XDG_CACHE_HOME:-}" ]; then
+		printf '%s\n' "$XDG_CACHE_HOME/ambientd"
+	else
+		[ -n "${HOME:-}" ] || die "neither HOME nor XDG_CACHE_HOME is set: no place to keep built tools"
+		printf '%s\n' "$HOME/.cache/ambientd"
+	fi
+}
+
+# build_tools MODULE_DIRECTORY: builds the tools that the module's go.mod names, unless
+# that was done before, and prints the directory that holds them. They are kept by
+# the module's exact versions and by Go's, so an update of either makes new ones.
+build_tools() {
+	require_go
+	local module=$1 name sum dir fresh
+	name=$(basename "$module")
+	sum=$(cat "$module/go.mod" "$module/go.sum" | sha256sum)
+	dir=$(cache_dir)/$name/$(go env GOVERSION)-$(go env GOARCH)-${sum:0:12}
+	if [ ! -d "$dir" ]; then
+		say "building the tools of $module once, into $dir"
+		mkdir -p "$(dirname "$dir")"
+		fresh=$(mktemp -d "$dir.XXXXXX")
+		if ! CGO_ENABLED=0 go -C "$module" build -trimpath -ldflags '-s -w' -o "$fresh/" tool >&2; then
+			rm -rf "$fresh"
+			die "building the tools of $module: see above"
+		fi
+		chmod 755 "$fresh"
+		# Whoever built the same at the same time and was first, wins.
+		mv -T "$fresh" "$dir" 2>/dev/null || rm -rf "$fresh"
+	fi
+	printf '%s\n' "$dir"
+}
+
+# copy_tree DESTINATION: copies the checkout as it is in the work tree, without git's
+# own files and without what was built.
+copy_tree() {
+	tar -cf - --exclude=./.git --exclude=./bin --exclude=./out . |
+		tar -xf - --no-same-owner -C "$1"
+}
+
+# lint_format dies with the names of the Go files that gofmt would change.
+lint_format() {
+	find_go
+	local unformatted
+	unformatted=$(find . -name '*.go' -not -path './out/*' -exec gofmt -l {} +)
+	[ -z "$unformatted" ] || die "not formatted, run gofmt -w on: ${unformatted//$'\n'/ }"
+}
+
+# generate DIRECTORY: writes the generated code of the checkout in DIRECTORY anew.
+# protoc comes from Debian; its Go plugin is the one of go.mod's version.
+generate() {
+	require_go
+	require_commands protoc:protobuf-compiler
+	local bin
+	bin=$(mktemp -d)
+	# shellcheck disable=SC2064 # the directory of now is meant
+	trap "rm -rf '$bin'" EXIT
+	go build -o "$bin/" google.golang.org/protobuf/cmd/protoc-gen-go ||
+		die "building protoc-gen-go: see above"
+	PATH=$bin:$PATH go -C "$1" generate ./... >&2 || die "go generate: see above"
+}
+
+# check_generated dies if generating anew, in a copy, changes anything. A protoc of
+# another version than the one of the committed code is told apart from stale code.
+check_generated() {
+	local copy difference
+	copy=$(mktemp -d)
+	copy_tree "$copy"
+	("$0" generate "$copy") || {
+		rm -rf "$copy"
+		die "could not generate: see above"
+	}
+	difference=$(diff -r -u --exclude=.git --exclude=bin --exclude=out . "$copy") || {
+		rm -rf "$copy"
+		say "$difference"
+		die "generated code is stale, or made with another protoc ($(protoc --version)): run make generate"
+	}
+	rm -rf "$copy"
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+	set -euo pipefail
+	[ $# -gt 0 ] || die "usage: common.sh FUNCTION ARGUMENT..."
+	"$@"
+fi
