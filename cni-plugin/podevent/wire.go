@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package podevent
+
+import (
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"syscall"
+)
+
+// Limits of a message's JSON, in bytes, so that neither side can be made to hold more. A GC of
+// 1,000 attachments with 64-digit container IDs is about 110 KiB.
+const (
+	MaxRequest = 1 << 20
+	MaxReply   = 64 << 10
+)
+
+const headerLen = 4
+
+// frame is the JSON of v behind its length.
+func frame(v any, limit int) ([]byte, error) {
+	payload, err := json.Marshal(v)
+	if err != nil {
+		return nil, err
+	}
+	if len(payload) > limit {
+		return nil, fmt.Errorf("message of %d bytes, at most %d are allowed", len(payload), limit)
+	}
+	buf := make([]byte, headerLen, headerLen+len(payload))
+	binary.BigEndian.PutUint32(buf, uint32(len(payload))) //nolint:gosec // bounded by limit
+	return append(buf, payload...), nil
+}
+
+// decode fills v from a message's JSON after looking at nothing but its version, so that another
+// version's message is reported as such, whatever else it has.
+func decode(payload []byte, v any) error {
+	var head struct {
+		Version *int `json:"version"`
+	}
+	if err := json.Unmarshal(payload, &head); err != nil {
+		return fmt.Errorf("%w: %w", ErrMalformed, err)
+	}
+	if head.Version == nil {
+		return fmt.Errorf("%w: no version", ErrMalformed)
+	}
+	if *head.Version != Version {
+		return &VersionError{Got: *head.Version, Want: Version}
+	}
+	if err := json.Unmarshal(payload, v); err != nil {
+		return fmt.Errorf("%w: %w", ErrMalformed, err)
+	}
+	return nil
+}
+
+// payloadLen reads a header and holds it against the limit.
+func payloadLen(header []byte, limit int) (int, error) {
+	n := binary.BigEndian.Uint32(header)
+	if n == 0 || n > uint32(limit) { //nolint:gosec // limits are small constants
+		return 0, fmt.Errorf("%w: length %d, expected 1 to %d", ErrMalformed, n, limit)
+	}
+	return int(n), nil
+}
+
+// ReadRequest reads the one request of a connection, and the network namespace that came with it,
+// nil if none did. The caller sets the read deadline beforehand and closes the file.
+//
+// Nothing beyond the request is read, so that the caller can watch for the end of file. However
+// many descriptors the peer sends, none stays open when there is an error, and all are
+// close-on-exec. The errors are a [*VersionError], one that wraps [ErrMalformed], [io.EOF] if the
+// peer closed without a word, or the connection's.
+func ReadRequest(conn *net.UnixConn) (Request, *os.File, error) {
+	req, fds, err := readRequest(conn)
+	if err == nil {
+		err = checkDescriptors(req, fds)
+	}
+	if err != nil {
+		return Request{}, nil, errors.Join(err, closeAll(fds))
+	}
+	if len(fds) == 0 {
+		return req, nil, nil
+	}
+	return req, os.NewFile(uintptr(fds[0]), "netns"), nil //nolint:gosec // descriptors are small
+}
+
+// readRequest returns the descriptors also along with an error: the caller owns them.
+func readRequest(conn *net.UnixConn) (req Request, fds []int, err error) {
+	r := msgReader{conn: conn}
+	header := make([]byte, headerLen)
+	if err := r.readFull(header); err != nil {
+		return req, r.fds, err
+	}
+	n, err := payloadLen(header, MaxRequest)
+	if err != nil {
+		return req, r.fds, err
+	}
+	payload := make([]byte, n)
+	if err := r.readFull(payload); err != nil {
+		if errors.Is(err, io.EOF) {
+			err = io.ErrUnexpectedEOF
+		}
+		return req, r.fds, err
+	}
+	if err := decode(payload, &req); err != nil {
+		return req, r.fds, err
+	}
+	if err := req.Validate(); err != nil {
+		return req, r.fds, fmt.Errorf("%w: %w", ErrMalformed, err)
+	}
+	return req, r.fds, nil
+}
+
+func checkDescriptors(req Request, fds []int) error {
+	switch {
+	case len(fds) > 1:
+		return fmt.Errorf("%w: %d descriptors, at most 1 is allowed", ErrMalformed, len(fds))
+	case len(fds) == 0 && req.needsNetns():
+		return fmt.Errorf("%w: %s without the network namespace's descriptor", ErrMalformed, req.Command)
+	case len(fds) == 1 && !req.mayHaveNetns():
+		return fmt.Errorf("%w: %s with a descriptor", ErrMalformed, req.Command)
+	}
+	return nil
+}
+
+func closeAll(fds []int) error {
+	var errs []error
+	for _, fd := range fds {
+		if err := syscall.Close(fd); err != nil {
+			errs = append(errs, fmt.Errorf("closing descriptor %d: %w", fd, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// msgReader reads bytes and gathers the descriptors that come along.
+type msgReader struct {
+	conn *net.UnixConn
+	fds  []int
+}
+
+// oobLen has room for the one descriptor that is allowed, and some more. What does not fit the
+// kernel closes by itself and sets MSG_CTRUNC.
+var oobLen = syscall.CmsgSpace(4 * 4)
+
+// readFull fills buf exactly. [io.EOF] means that not a single byte came.
+func (r *msgReader) readFull(buf []byte) error {
+	oob := make([]byte, oobLen)
+	for got := 0; got < len(buf); {
+		// ReadMsgUnix passes MSG_CMSG_CLOEXEC: no child of the agent inherits the descriptors.
+		n, oobn, flags, _, err := r.conn.ReadMsgUnix(buf[got:], oob)
+		// Descriptors are gathered first: they are ours to close, whatever else is wrong.
+		if gatherErr := r.gather(oob[:oobn]); gatherErr != nil {
+			return gatherErr
+		}
+		if flags&syscall.MSG_CTRUNC != 0 {
+			return fmt.Errorf("%w: control data was truncated: too many descriptors, or no room for one", ErrMalformed)
+		}
+		if err != nil {
+			return fmt.Errorf("reading: %w", err)
+		}
+		if n == 0 {
+			if got > 0 {
+				return io.ErrUnexpectedEOF
+			}
+			return io.EOF
+		}
+		got += n
+	}
+	return nil
+}
+
+func (r *msgReader) gather(oob []byte) error {
+	if len(oob) == 0 {
+		return nil
+	}
+	msgs, err := syscall.ParseSocketControlMessage(oob)
+	if err != nil {
+		return fmt.Errorf("%w: control data: %w", ErrMalformed, err)
+	}
+	for i := range msgs {
+		if msgs[i].Header.Level != syscall.SOL_SOCKET || msgs[i].Header.Type != syscall.SCM_RIGHTS {
+			continue
+		}
+		fds, err := syscall.ParseUnixRights(&msgs[i])
+		if err != nil {
+			return fmt.Errorf("%w: control data: %w", ErrMalformed, err)
+		}
+		r.fds = append(r.fds, fds...)
+	}
+	return nil
+}
+
+// WriteReply sends the one reply of a connection, stamped with [Version]. The caller sets the write
+// deadline beforehand. What people read is cut to fit into [MaxReply].
+func WriteReply(conn net.Conn, reply Reply) error {
+	reply.Version = Version
+	reply.Reason = cut(reply.Reason)
+	if reply.Error != nil {
+		reply.Error = &Error{Code: reply.Error.Code, Msg: cut(reply.Error.Msg), Details: cut(reply.Error.Details)}
+	}
+	buf, err := frame(reply, MaxReply)
+	if err != nil {
+		return fmt.Errorf("encoding the reply: %w", err)
+	}
+	if _, err := conn.Write(buf); err != nil {
+		return fmt.Errorf("sending the reply: %w", err)
+	}
+	return nil
+}
+
+// maxText bounds each text of a reply, in bytes: JSON writes a byte as six at worst, and three
+// texts have to fit into MaxReply. A reply that is cut is better than none.
+const maxText = 3 << 10
+
+func cut(text string) string {
+	if len(text) <= maxText {
+		return text
+	}
+	return text[:maxText] + "…"
+}
+
+// readReply reads the one reply of a connection.
+func readReply(conn net.Conn) (Reply, error) {
+	header := make([]byte, headerLen)
+	if _, err := io.ReadFull(conn, header); err != nil {
+		return Reply{}, err
+	}
+	n, err := payloadLen(header, MaxReply)
+	if err != nil {
+		return Reply{}, err
+	}
+	payload := make([]byte, n)
+	if _, err := io.ReadFull(conn, payload); err != nil {
+		if errors.Is(err, io.EOF) {
+			err = io.ErrUnexpectedEOF
+		}
+		return Reply{}, err
+	}
+	var reply Reply
+	if err := decode(payload, &reply); err != nil {
+		return Reply{}, err
+	}
+	if reply.Error == nil && reply.Result == "" {
+		return Reply{}, fmt.Errorf("%w: neither result nor error", ErrMalformed)
+	}
+	return reply, nil
+}
