@@ -220,7 +220,8 @@ func control(f *os.File, fn func(fd int) error) error {
 	}
 	var inner error
 	if err := raw.Control(func(fd uintptr) { inner = fn(int(fd)) }); err != nil {
-		return err
+		// Its one cause has no exported name.
+		return os.ErrClosed
 	}
 	return inner
 }
