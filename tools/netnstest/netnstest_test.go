@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -85,6 +86,39 @@ func TestDoReturns(t *testing.T) {
 	if got := inode(t, netnstest.Self(t)); got != inode(t, host) {
 		t.Errorf("after Do the netns is %d, want %d", got, inode(t, host))
 	}
+}
+
+// TestMainThreadStays: whoever looks at the process, by its pid, sees its own
+// netns, also while its main thread has something to do in another.
+func TestMainThreadStays(t *testing.T) {
+	host, pod := netnstest.Self(t), netnstest.New(t)
+	check := func() error {
+		var st unix.Stat_t
+		if err := unix.Stat("/proc/self/ns/net", &st); err != nil {
+			return err
+		}
+		if st.Ino != inode(t, host) {
+			t.Errorf("the process is seen in netns %d, want %d", st.Ino, inode(t, host))
+		}
+		return nil
+	}
+	// As many goroutines at once as it takes for one of them to be on the main thread.
+	const goroutines = 64
+	var inside, finished sync.WaitGroup
+	inside.Add(goroutines)
+	for range goroutines {
+		finished.Go(func() {
+			err := pod.Runner()(func() error {
+				inside.Done()
+				inside.Wait() // each keeps its thread until all have one
+				return check()
+			})
+			if err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	finished.Wait()
 }
 
 // TestConnect: what is sent in one netns arrives in the other at once, with

@@ -80,6 +80,10 @@ func (ns *NS) Runner() func(fn func() error) error { return ns.run }
 
 func (ns *NS) run(fn func() error) (err error) {
 	runtime.LockOSThread()
+	if unix.Gettid() == unix.Getpid() {
+		defer runtime.UnlockOSThread()
+		return ns.runElsewhere(fn)
+	}
 	back, err := os.Open(threadNetns)
 	if err != nil {
 		runtime.UnlockOSThread()
@@ -98,6 +102,25 @@ func (ns *NS) run(fn func() error) (err error) {
 		return fmt.Errorf("entering the netns: %w", err)
 	}
 	return fn()
+}
+
+// runElsewhere is run for a goroutine that holds the main thread: that one never
+// leaves, since /proc/self/ns/net, and what others see of the process, is its
+// netns. Locked here, it is not the thread that the new goroutine gets.
+func (ns *NS) runElsewhere(fn func() error) error {
+	var err error
+	returned := false
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		err = ns.run(fn)
+		returned = true
+	}()
+	<-done
+	if !returned {
+		runtime.Goexit() // fn failed the test, which ends the goroutine it is called on
+	}
+	return err
 }
 
 // Port is one end of a veth pair.
