@@ -9,7 +9,7 @@
 //
 // It refuses descriptors that are no network namespace and the one that the
 // agent itself runs in, and it refuses a netns that another pod already holds
-// ([Pins.Pin]). It knows nothing of pods beyond their UID, and opens no netns by path
-// except the calling thread's own under /proc: a descriptor is always
+// ([Pins.Pin]). It knows nothing of pods beyond their UID, and opens no netns
+// by path except the calling thread's own under /proc: a descriptor is always
 // handed in.
 package podnetns
