@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package admin
+
+import (
+	"net/netip"
+	"time"
+)
+
+// States of a pod.
+const (
+	PodEnrolled  = "enrolled"  // all parts are in place
+	PodEnrolling = "enrolling" // its ADD has not been answered yet
+	PodDegraded  = "degraded"  // it was enrolled and has lost a part; its traffic fails closed
+)
+
+// States of the node proxy's part of a pod.
+const (
+	ProxyAcked   = "acked"
+	ProxyPending = "pending"
+)
+
+// States of an identity's certificate.
+const (
+	CertificateReady   = "ready"
+	CertificatePending = "pending" // registered, not issued yet
+	CertificateDenied  = "denied"  // the CA refuses the identity
+)
+
+// Status is everything the agent tells of itself, as /v1/status serves it in
+// JSON. Fields are only ever added.
+type Status struct {
+	Node        string            `json:"node"`
+	Version     string            `json:"version"`
+	Started     time.Time         `json:"started"`
+	TrustDomain string            `json:"trustDomain"`
+	Redirection RedirectionStatus `json:"redirection"`
+	Ready       bool              `json:"ready"` // sockets listen, the pod source was read, the CA can be used
+	Proxies     []ProxyStatus     `json:"proxies"`
+	Pods        []PodStatus       `json:"pods"`       // sorted by namespace, name, UID
+	Identities  []IdentityStatus  `json:"identities"` // exactly the registered ones, sorted
+	Skipped     []SkippedStatus   `json:"skipped"`    // attached pods that are not in the mesh, sorted
+}
+
+// RedirectionStatus is the backend that programs packet rules, and why it was
+// chosen.
+type RedirectionStatus struct {
+	Backend string `json:"backend"`
+	Reason  string `json:"reason"`
+}
+
+// ProxyStatus is a node proxy that is connected. While it is upgraded there are
+// two.
+type ProxyStatus struct {
+	Since time.Time `json:"since"`
+	Ready bool      `json:"ready"` // it has acked its snapshot
+}
+
+// PodStatus is a pod that is in the mesh, or on its way in.
+type PodStatus struct {
+	Namespace   string            `json:"namespace"`
+	Name        string            `json:"name"`
+	UID         string            `json:"uid"`
+	Netns       string            `json:"netns"` // the cookie, in decimal
+	State       string            `json:"state"`
+	Backend     string            `json:"backend"`
+	Families    []string          `json:"families"` // "ipv4", "ipv6"
+	IPs         []netip.Addr      `json:"ips"`
+	Proxy       string            `json:"proxy"`
+	Identity    string            `json:"identity"` // a SPIFFE ID
+	Certificate CertificateStatus `json:"certificate"`
+}
+
+// CertificateStatus is where the certificate of a pod's identity stands.
+type CertificateStatus struct {
+	State    string    `json:"state"`
+	NotAfter time.Time `json:"notAfter,omitzero"`
+}
+
+// IdentityStatus is a registered identity.
+type IdentityStatus struct {
+	ID        string    `json:"id"`   // a SPIFFE ID
+	Pods      int       `json:"pods"` // that it is registered for
+	State     string    `json:"state"`
+	NotAfter  time.Time `json:"notAfter,omitzero"`
+	LastError string    `json:"lastError,omitempty"` // of the last attempt to get a certificate, if it failed
+}
+
+// SkippedStatus is a pod that was attached and left out of the mesh.
+type SkippedStatus struct {
+	Namespace string `json:"namespace"`
+	Name      string `json:"name"`
+	Reason    string `json:"reason"`
+}
+
+// withLists returns s with [] where JSON would show null.
+func (s Status) withLists() Status {
+	s.Proxies = list(s.Proxies)
+	s.Identities = list(s.Identities)
+	s.Skipped = list(s.Skipped)
+	pods := make([]PodStatus, 0, len(s.Pods))
+	for _, pod := range s.Pods {
+		pod.Families, pod.IPs = list(pod.Families), list(pod.IPs)
+		pods = append(pods, pod)
+	}
+	s.Pods = pods
+	return s
+}
+
+func list[T any](items []T) []T {
+	if items == nil {
+		return []T{}
+	}
+	return items
+}
