@@ -177,6 +177,7 @@ func (s *Server) enqueueDels(uid string) []*outcome {
 // remove takes p, which is a member, out of the set.
 func (s *Server) remove(p *pod, why error) {
 	delete(s.pods, p.UID)
+	s.notify()
 	s.settleAndClose(p, why)
 }
 

@@ -93,6 +93,7 @@ func (s *Server) join(conn *net.UnixConn, now time.Time) (st *stream, pods int) 
 	}
 	st.enqueue(&message{kind: endSnapshot})
 	s.streams = append(s.streams, st)
+	s.notify()
 	return st, len(s.pods)
 }
 
@@ -247,6 +248,7 @@ func (s *Server) completed(st *stream) (accepted int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	st.answered, st.ready = true, true
+	s.notify()
 	return len(st.acked)
 }
 
@@ -256,6 +258,7 @@ func (s *Server) deleted(st *stream, m *message, err error) {
 	st.answered = true
 	delete(st.acked, m.uid)
 	m.outcome.settle(err)
+	s.notify()
 }
 
 func (s *Server) accepted(st *stream, p *pod) {
@@ -264,6 +267,7 @@ func (s *Server) accepted(st *stream, p *pod) {
 	st.answered = true
 	p.strikes = 0
 	st.acked[p.UID] = p
+	s.notify()
 	if st == s.newest() && s.pods[p.UID] == p {
 		p.outcome.settle(nil)
 	}
@@ -335,6 +339,7 @@ func (s *Server) forget(st *stream) (removed *pod) {
 	if newest := s.newest(); wasNewest && newest != nil {
 		s.promote(newest)
 	}
+	s.notify()
 	return removed
 }
 

@@ -94,6 +94,7 @@ type Server struct {
 	streams []*stream       // those past their hello, the newest last
 	open    int             // connections, those without a hello included
 	stopped bool
+	changed chan struct{} // closed at the next change; nil while nobody asks
 }
 
 // New returns a Server with an empty set. It serves nobody before Run.
@@ -206,4 +207,23 @@ func (s *Server) Peers() []Peer {
 		peers = append(peers, Peer{Since: s.streams[i].since, Ready: s.streams[i].ready})
 	}
 	return peers
+}
+
+// Changed returns a channel that is closed at the next change of what Peers or
+// Acked report. Ask for it before looking at them.
+func (s *Server) Changed() <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.changed == nil {
+		s.changed = make(chan struct{})
+	}
+	return s.changed
+}
+
+// notify closes what Changed returned. The caller holds s.mu.
+func (s *Server) notify() {
+	if s.changed != nil {
+		close(s.changed)
+		s.changed = nil
+	}
 }

@@ -10,6 +10,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"os"
 	"slices"
@@ -269,38 +270,43 @@ func (s State) Count(k Kind, uid string) int {
 
 // State returns a copy of the present state.
 func (p *Peer) State() State {
-	s, _ := p.state()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	s := p.state()
+	s.Events, s.Pods = slices.Clone(s.Events), maps.Clone(s.Pods)
 	return s
 }
 
-func (p *Peer) state() (State, <-chan struct{}) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	s := State{Events: slices.Clone(p.events), Pods: make(map[string]Event, len(p.pods)), Ready: p.ready, Err: p.err}
-	for uid, e := range p.pods {
-		s.Pods[uid] = e
-	}
-	return s, p.changed
+func (p *Peer) state() State {
+	return State{Events: p.events, Pods: p.pods, Ready: p.ready, Err: p.err}
 }
 
 // Await returns once cond holds. Its error is the context's, or the one that
-// ended the connection before cond held.
+// ended the connection before cond held. cond gets the live state, which it
+// must neither keep nor change, and must not call the peer.
 func (p *Peer) Await(ctx context.Context, cond func(State) bool) error {
 	for {
-		s, changed := p.state()
-		switch {
-		case cond(s):
+		met, ended, changed := p.check(cond)
+		if met {
 			return nil
-		case s.Err != nil:
-			return fmt.Errorf("awaiting a state of the ZDS peer: connection ended: %w", s.Err)
+		}
+		if ended != nil {
+			return fmt.Errorf("awaiting a state of the ZDS peer: connection ended: %w", ended)
 		}
 		select {
 		case <-changed:
 		case <-ctx.Done():
+			s := p.State()
 			return fmt.Errorf("awaiting a state of the ZDS peer: %w; %d events, %d pods, ready=%t",
 				ctx.Err(), len(s.Events), len(s.Pods), s.Ready)
 		}
 	}
+}
+
+func (p *Peer) check(cond func(State) bool) (met bool, ended error, changed <-chan struct{}) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return cond(p.state()), p.err, p.changed
 }
 
 // AwaitReady returns once the snapshot is complete and accepted.
