@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package manifests owns the pod source for machines without an API server: a
+// directory of Pod and Namespace manifests. It reads them strictly, follows
+// changes, and answers for the directory as it is now: a manifest that was
+// written before a lookup counts in it.
+//
+// It stands in for what an API server does to a new pod (default namespace and
+// service account, a UID) and for nothing else. It refuses to write, to read
+// below the directory, and to guess: a file that it cannot read wholly says
+// nothing, while all others stay in use.
+package manifests

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package manifests
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"ambientd/nodeagent/workload"
+)
+
+// file is one manifest file as it was read.
+type file struct {
+	name    string
+	stamp   stamp
+	settled bool
+	objects objects
+	err     error // why it says nothing
+}
+
+// podName names a pod to people. A UID names it to the runtime.
+type podName struct{ namespace, name string }
+
+// entry is a pod with the files that say something of it.
+type entry struct {
+	pod   workload.Pod
+	files []*file // the pod's, and its namespace's if that has one
+}
+
+// problem is something in the directory that an operator has to put right. The
+// stamp makes the same text new after the file was changed.
+type problem struct {
+	file  string
+	stamp stamp
+	text  string
+}
+
+// snapshot is the directory at one time. It is not changed once it is made.
+type snapshot struct {
+	stamp    stamp // of the directory
+	settled  bool
+	files    map[string]*file
+	pods     map[podName]entry
+	problems []problem
+}
+
+// load reads the directory. Files that have not changed since old are not read
+// again.
+func load(dir string, old *snapshot) (*snapshot, error) {
+	s := &snapshot{files: map[string]*file{}, pods: map[podName]entry{}}
+	var err error
+	if s.stamp, s.settled, _, err = stat(dir); err != nil {
+		return nil, err
+	}
+	entries, err := os.ReadDir(dir) // sorted by name
+	if err != nil {
+		return nil, err
+	}
+	var files []*file
+	for _, e := range entries {
+		if !isManifest(e.Name()) {
+			continue
+		}
+		f := loadFile(dir, e.Name(), old.files[e.Name()])
+		if errors.Is(f.err, fs.ErrNotExist) && e.Type()&fs.ModeSymlink == 0 {
+			continue // removed since the directory was listed
+		}
+		s.files[f.name] = f
+		files = append(files, f)
+	}
+	s.index(files)
+	return s, nil
+}
+
+func loadFile(dir, name string, old *file) *file {
+	path := filepath.Join(dir, name)
+	stamp, settled, mode, err := stat(path)
+	switch {
+	case err != nil:
+		return &file{name: name, err: err}
+	case old != nil && old.settled && old.stamp == stamp:
+		return old
+	case !mode.IsRegular():
+		return &file{name: name, stamp: stamp, settled: settled, err: errors.New("not a regular file")}
+	}
+	f := &file{name: name, stamp: stamp, settled: settled}
+	f.objects, f.err = readFile(path)
+	return f
+}
+
+// index fills the maps from files, which are sorted by name. Of two manifests of
+// the same object the first is taken, whichever was written last.
+func (s *snapshot) index(files []*file) {
+	labels := map[string]map[string]string{}
+	namespaceFiles := map[string]*file{}
+	for _, f := range files {
+		if f.err != nil {
+			s.report(f, strings.ReplaceAll(f.err.Error(), "\n", "; "))
+		}
+		for _, ns := range f.objects.namespaces {
+			if first, taken := namespaceFiles[ns.name]; taken {
+				s.report(f, fmt.Sprintf("namespace %s is ignored here: %s has it too", ns.name, first.name))
+				continue
+			}
+			namespaceFiles[ns.name] = f
+			labels[ns.name] = ns.labels
+		}
+	}
+	byUID := map[string]podName{}
+	for _, f := range files {
+		for _, pod := range f.objects.pods {
+			name := podName{pod.Namespace, pod.Name}
+			if first, taken := s.pods[name]; taken {
+				s.report(f, fmt.Sprintf("pod %s is ignored here: %s has it too", pod, first.files[0].name))
+				continue
+			}
+			if first, taken := byUID[pod.UID]; taken {
+				s.report(f, fmt.Sprintf("pod %s is ignored: pod %s has the same UID %s", pod, s.pods[first].pod, pod.UID))
+				continue
+			}
+			byUID[pod.UID] = name
+			pod.NamespaceLabels = labels[pod.Namespace]
+			e := entry{pod: pod, files: []*file{f}}
+			if nsFile := namespaceFiles[pod.Namespace]; nsFile != nil && nsFile != f {
+				e.files = append(e.files, nsFile)
+			}
+			s.pods[name] = e
+		}
+	}
+	slices.SortFunc(s.problems, func(a, b problem) int {
+		return cmp.Or(strings.Compare(a.file, b.file), strings.Compare(a.text, b.text))
+	})
+}
+
+func (s *snapshot) report(f *file, text string) {
+	s.problems = append(s.problems, problem{file: f.name, stamp: f.stamp, text: text})
+}
+
+// unreadable names the files that say nothing, with the cause, or is "".
+func (s *snapshot) unreadable() string {
+	var texts []string
+	for _, p := range s.problems {
+		if s.files[p.file].err != nil {
+			texts = append(texts, fmt.Sprintf("%s (%s)", p.file, p.text))
+		}
+	}
+	return strings.Join(texts, ", ")
+}
+
+// current says whether everything that s says of e is still so.
+func (s *snapshot) current(dir string, e entry) bool {
+	if !s.settled || !s.stamp.unchanged(dir) {
+		return false
+	}
+	for _, f := range e.files {
+		if !f.settled || !f.stamp.unchanged(filepath.Join(dir, f.name)) {
+			return false
+		}
+	}
+	return true
+}

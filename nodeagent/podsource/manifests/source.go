@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package manifests
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"path/filepath"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/fsnotify/fsnotify"
+
+	"ambientd/nodeagent/workload"
+)
+
+var (
+	// ErrNotFound says that no manifest describes the pod.
+	ErrNotFound = errors.New("no manifest of the pod")
+
+	// ErrUIDMismatch says that the pod of that name is another one: the manifest's
+	// UID is not the runtime's.
+	ErrUIDMismatch = errors.New("the pod has another UID")
+)
+
+const (
+	// defaultPoll is how often the directory is read whatever the kernel tells:
+	// changes behind a symbolic link and on network file systems make no event.
+	defaultPoll = 10 * time.Second
+
+	// quietTime gathers the events of one change, such as a file written in parts.
+	quietTime = 20 * time.Millisecond
+)
+
+// Config says which directory a Source reads.
+type Config struct {
+	Dir    string        // required; it must exist when New is called
+	Poll   time.Duration // zero means 10 s
+	Logger *slog.Logger  // required; gets what is wrong with a file, once per change of it
+}
+
+// Source answers for the pods of a directory. It is safe for concurrent use.
+type Source struct {
+	cfg Config
+
+	reading sync.Mutex // held while the directory is read
+	current atomic.Pointer[reading]
+}
+
+// reading is a snapshot with the time at which it was begun.
+type reading struct {
+	began    time.Time
+	snapshot *snapshot
+	err      error // of the last attempt; the snapshot is then an older one
+}
+
+// New reads the directory. Without it there is no Source; files in it that
+// cannot be read are logged and say nothing.
+func New(cfg Config) (*Source, error) {
+	if cfg.Logger == nil {
+		return nil, errors.New("manifests: no logger given")
+	}
+	if cfg.Poll == 0 {
+		cfg.Poll = defaultPoll
+	}
+	s := &Source{cfg: cfg}
+	s.current.Store(&reading{snapshot: &snapshot{}})
+	err := s.reload(time.Now())
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil, fmt.Errorf("manifest directory %s does not exist; create it, or name another one", cfg.Dir)
+	case err != nil:
+		return nil, err
+	}
+	return s, nil
+}
+
+// Run follows changes of the directory until ctx ends, and then returns nil. It
+// goes on without the directory, with what was read last, until it is there again.
+func (s *Source) Run(ctx context.Context) error {
+	watcher, err := fsnotify.NewWatcher()
+	if err != nil {
+		s.cfg.Logger.Warn("changes of manifests are noticed late, by polling", "dir", s.cfg.Dir, "poll", s.cfg.Poll, "error", err)
+		watcher = &fsnotify.Watcher{} // its nil channels never deliver
+	} else {
+		defer closeWatcher(watcher, s.cfg.Logger)
+		s.watch(watcher)
+	}
+	poll := time.NewTicker(s.cfg.Poll)
+	defer poll.Stop()
+	quiet := time.NewTimer(0) // fires at once, for what changed between New and the watch
+	defer quiet.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-poll.C:
+			if err == nil {
+				s.watch(watcher) // again, in case the directory was replaced
+			}
+			s.refresh()
+		case <-watcher.Events:
+			quiet.Reset(quietTime)
+		case err := <-watcher.Errors:
+			// An overflow of the kernel's queue, as a rule: events were lost.
+			s.cfg.Logger.Debug("watching manifests", "dir", s.cfg.Dir, "error", err)
+			quiet.Reset(quietTime)
+		case <-quiet.C:
+			s.refresh()
+		}
+	}
+}
+
+func closeWatcher(watcher *fsnotify.Watcher, logger *slog.Logger) {
+	if err := watcher.Close(); err != nil {
+		logger.Debug("closing the watch of manifests", "error", err)
+	}
+}
+
+// watch is idempotent. If the directory is away, refresh reports it.
+func (s *Source) watch(watcher *fsnotify.Watcher) {
+	if err := watcher.Add(s.cfg.Dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		s.cfg.Logger.Debug("watching manifests", "dir", s.cfg.Dir, "error", err)
+	}
+}
+
+// refresh reads the directory for Run, where nobody waits for an error: the first
+// of a kind is logged.
+func (s *Source) refresh() {
+	before := s.current.Load().err
+	err := s.reload(time.Now())
+	if err != nil && (before == nil || before.Error() != err.Error()) {
+		s.cfg.Logger.Error("manifests cannot be read, the last ones stay in use", "dir", s.cfg.Dir, "error", err)
+	}
+}
+
+// Lookup returns the pod of that name. The UID may be empty; if it is not, it
+// must be the pod's, or the error wraps [ErrUIDMismatch]. An unknown pod is
+// [ErrNotFound], which names the files that could not be read, as the pod may be
+// in one of them.
+//
+// A manifest that was written before the call counts: the directory's and the
+// file's stamps are compared with the snapshot's, and what differs is read again.
+func (s *Source) Lookup(ctx context.Context, namespace, name, uid string) (workload.Pod, error) {
+	began := time.Now()
+	for {
+		r := s.current.Load()
+		e, found := r.snapshot.pods[podName{namespace, name}]
+		if found && (uid == "" || uid == e.pod.UID) && r.snapshot.current(s.cfg.Dir, e) {
+			return e.pod, nil
+		}
+		if r.began.After(began) { // it cannot get any newer
+			return s.settle(r, e, found, podName{namespace, name}, uid)
+		}
+		if err := ctx.Err(); err != nil {
+			return workload.Pod{}, fmt.Errorf("looking for pod %s/%s: %w", namespace, name, err)
+		}
+		if err := s.reload(began); err != nil {
+			return workload.Pod{}, fmt.Errorf("looking for pod %s/%s: %w", namespace, name, err)
+		}
+	}
+}
+
+// settle answers from a reading that was begun after the question.
+func (s *Source) settle(r *reading, e entry, found bool, name podName, uid string) (workload.Pod, error) {
+	switch {
+	case found && (uid == "" || uid == e.pod.UID):
+		return e.pod, nil
+	case found:
+		return workload.Pod{}, fmt.Errorf("pod %s: %w: %s in manifest %s, %s from the runtime; if the manifest is right, "+
+			"whatever starts the pod has to pass its UID", e.pod, ErrUIDMismatch, e.pod.UID, e.files[0].name, uid)
+	}
+	hint := ""
+	if files := r.snapshot.unreadable(); files != "" {
+		hint = "; files that cannot be read: " + files
+	}
+	return workload.Pod{}, fmt.Errorf("pod %s/%s in %s: %w%s", name.namespace, name.name, s.cfg.Dir, ErrNotFound, hint)
+}
+
+// reload reads the directory, unless somebody has begun to do so after since and
+// is done. Problems that are new are logged.
+func (s *Source) reload(since time.Time) error {
+	s.reading.Lock()
+	defer s.reading.Unlock()
+	last := s.current.Load()
+	if last.began.After(since) {
+		return last.err
+	}
+	next := &reading{began: time.Now()}
+	var err error
+	if next.snapshot, err = load(s.cfg.Dir, last.snapshot); err != nil {
+		next.snapshot, next.err = last.snapshot, fmt.Errorf("reading the manifest directory: %w", err)
+	}
+	s.current.Store(next)
+	for _, p := range next.snapshot.problems {
+		if !slices.Contains(last.snapshot.problems, p) {
+			s.cfg.Logger.Warn("manifest is not in use", "file", filepath.Join(s.cfg.Dir, p.file), "error", p.text)
+		}
+	}
+	return next.err
+}
