@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package iptables owns the rendering of the redirection model as x_tables
+// rules, and their life in a pod's network namespace by iptables-restore: the
+// backend for systems without usable nf_tables, or whose operators want it.
+//
+// In each table that has rows there are at most two chains of ours, jumped to
+// by the first rule of the built-in chain of the same hook. First, because the
+// earliest NAT rule that matches decides: a rule of the pod's own making before
+// ours would let traffic by.
+//
+// It refuses to guess: what is in the kernel is read with iptables-save, and
+// compared with what would be written. It touches nothing but its own chains and
+// the jumps to them, starts at most two child processes for each family, and
+// leaves the choice between nf_tables and x_tables to package backend. The
+// policy rule and the route come from package policyroute.
+package iptables
+
+import (
+	"context"
+	"errors"
+
+	"golang.org/x/sys/unix"
+
+	"ambientd/iptables/policyroute"
+	"ambientd/iptables/rawnetlink"
+	"ambientd/iptables/redirection"
+)
+
+// Backend applies, verifies and removes redirection with one variant of the
+// iptables programs. It keeps nothing of a netns between calls and may be used
+// from many goroutines; calls for the same netns must not overlap.
+type Backend struct {
+	variant  Variant
+	programs map[redirection.Families]programs
+	sockets  *rawnetlink.Sockets
+}
+
+// Variant returns which programs are used.
+func (b *Backend) Variant() Variant { return b.variant }
+
+// Apply makes the netns hold exactly the rules that opts call for, and returns
+// the families that it has them for: IPv4, and IPv6 where allowed and present.
+//
+// Where nothing of ours is there yet that is one restore per family. Otherwise
+// the state is read, and replaced in one transaction per table: no packet finds
+// half a table. What captures (nat) comes after what it relies on. On an error
+// policy rules and routes are put back, but tables that were written stay: a pod
+// that was in the mesh keeps failing closed, and whoever enrols a new one calls
+// Remove.
+func (b *Backend) Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (families redirection.Families, err error) {
+	if err := opts.Validate(); err != nil {
+		return 0, err
+	}
+	err = b.policyRouting(run, func(conn *policyroute.Conn, state *policyroute.State) error {
+		families = state.Families(opts.Allowed())
+		undo, err := conn.Apply(state, families)
+		if err != nil {
+			return err
+		}
+		if err := b.applyRules(ctx, run, opts, families); err != nil {
+			return errors.Join(err, undo.Undo())
+		}
+		return nil
+	})
+	if err != nil {
+		return 0, err
+	}
+	return families, nil
+}
+
+func (b *Backend) applyRules(ctx context.Context, run redirection.Runner, opts redirection.Options, families redirection.Families) error {
+	for _, family := range redirection.DualStack.Each() {
+		var err error
+		if families.Has(family) {
+			err = b.applyFamily(ctx, run, opts, family)
+		} else {
+			err = b.removeFamily(ctx, run, family)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// applyFamily first tries the script for a netns without chains of ours, which
+// saves reading it: where there are any, that fails without effect.
+func (b *Backend) applyFamily(ctx context.Context, run redirection.Runner, opts redirection.Options, family redirection.Families) error {
+	want, err := render(opts, family)
+	if err != nil {
+		return err
+	}
+	programs := b.programs[family]
+	firstErr := programs.restore(ctx, run, creation(want))
+	if firstErr == nil || ctx.Err() != nil {
+		return firstErr
+	}
+	got, err := programs.save(ctx, run)
+	if err != nil {
+		return errors.Join(firstErr, err)
+	}
+	if !got.hasOurs() {
+		return firstErr // so that was not the reason
+	}
+	return programs.restore(ctx, run, transition(got, want))
+}
+
+// Verify reports the families that the netns should have redirection for, and
+// every point in which rules, policy rule or route differ from what opts call
+// for there. It reads only, with one iptables-save per family.
+func (b *Backend) Verify(ctx context.Context, run redirection.Runner, opts redirection.Options) (families redirection.Families, differences []redirection.Difference, err error) {
+	if err := opts.Validate(); err != nil {
+		return 0, nil, err
+	}
+	err = b.policyRouting(run, func(_ *policyroute.Conn, state *policyroute.State) error {
+		families = state.Families(opts.Allowed())
+		differences = state.Differences(families)
+		return nil
+	})
+	if err != nil {
+		return 0, nil, err
+	}
+	for _, family := range redirection.DualStack.Each() {
+		var want ruleset // empty for a family that the netns or the options lack
+		if families.Has(family) {
+			if want, err = render(opts, family); err != nil {
+				return 0, nil, err
+			}
+		}
+		got, err := b.programs[family].save(ctx, run)
+		if err != nil {
+			return 0, nil, err
+		}
+		for _, d := range compare(got, want) {
+			d.Family = family
+			differences = append(differences, d)
+		}
+	}
+	return families, differences, nil
+}
+
+// Remove takes out everything of ours, however little of it is there: chains,
+// every rule that leads to them, policy rule and route. Built-in chains and empty
+// tables stay: they may be others' as well.
+func (b *Backend) Remove(ctx context.Context, run redirection.Runner) error {
+	var errs []error // one part's failure is no reason to leave the others
+	for _, family := range redirection.DualStack.Each() {
+		errs = append(errs, b.removeFamily(ctx, run, family))
+	}
+	errs = append(errs, b.policyRouting(run, func(conn *policyroute.Conn, state *policyroute.State) error {
+		return conn.Remove(state)
+	}))
+	return errors.Join(errs...)
+}
+
+func (b *Backend) removeFamily(ctx context.Context, run redirection.Runner, family redirection.Families) error {
+	programs := b.programs[family]
+	got, err := programs.save(ctx, run)
+	if err != nil || !got.hasOurs() {
+		return err
+	}
+	return programs.restore(ctx, run, transition(got, ruleset{}))
+}
+
+// policyRouting calls fn with the netns's state, and closes the socket after it:
+// an open one would keep the netns.
+func (b *Backend) policyRouting(run redirection.Runner, fn func(*policyroute.Conn, *policyroute.State) error) (err error) {
+	sockets, err := b.sockets.Open(run, unix.NETLINK_ROUTE)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, sockets[0].Close()) }()
+	conn, err := policyroute.New(sockets[0])
+	if err != nil {
+		return err
+	}
+	state, err := conn.Read()
+	if err != nil {
+		return err
+	}
+	return fn(conn, state)
+}
