@@ -78,7 +78,7 @@ lint: require-go ## Check format, go vet, golangci-lint and shellcheck.
 	linter=$$($(COMMON) build_tools tools/lint)
 	"$$linter/golangci-lint" run ./...
 	$(COMMON) require_commands shellcheck:shellcheck
-	shellcheck common.sh .ci/run .ci/as-user
+	shellcheck -x common.sh .ci/run .ci/as-user
 
 .PHONY: generate
 generate: require-go ## Write the generated code anew.
