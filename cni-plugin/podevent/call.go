@@ -39,6 +39,12 @@ func Call(ctx context.Context, socket string, req Request, netns *os.File) (Repl
 	defer stop()
 
 	sendErr := send(conn, buf, netns)
+	switch {
+	case errors.Is(sendErr, os.ErrClosed):
+		return Reply{}, sendErr // netns is closed: the caller's mistake
+	case sendErr != nil && !errors.Is(sendErr, syscall.EPIPE) && !errors.Is(sendErr, syscall.ECONNRESET):
+		return Reply{}, unavailable(ctx, sendErr)
+	}
 	// An agent that refuses early answers and closes while the request is still being written: the
 	// write fails then, and the answer says why.
 	reply, err := readReply(conn)

@@ -159,14 +159,14 @@ func (r *msgReader) readFull(buf []byte) error {
 		if flags&syscall.MSG_CTRUNC != 0 {
 			return fmt.Errorf("%w: control data was truncated: too many descriptors, or no room for one", ErrMalformed)
 		}
+		if errors.Is(err, io.EOF) && got > 0 {
+			return io.ErrUnexpectedEOF
+		}
+		if errors.Is(err, io.EOF) {
+			return io.EOF
+		}
 		if err != nil {
 			return fmt.Errorf("reading: %w", err)
-		}
-		if n == 0 {
-			if got > 0 {
-				return io.ErrUnexpectedEOF
-			}
-			return io.EOF
 		}
 		got += n
 	}
@@ -224,7 +224,7 @@ func cut(text string) string {
 }
 
 // readReply reads the one reply of a connection.
-func readReply(conn net.Conn) (Reply, error) {
+func readReply(conn io.Reader) (Reply, error) {
 	header := make([]byte, headerLen)
 	if _, err := io.ReadFull(conn, header); err != nil {
 		return Reply{}, err
