@@ -40,8 +40,8 @@ func Call(ctx context.Context, socket string, req Request, netns *os.File) (Repl
 
 	sendErr := send(conn, buf, netns)
 	switch {
-	case errors.Is(sendErr, os.ErrClosed):
-		return Reply{}, sendErr // netns is closed: the caller's mistake
+	case errors.Is(sendErr, errUnusableFile):
+		return Reply{}, sendErr
 	case sendErr != nil && !errors.Is(sendErr, syscall.EPIPE) && !errors.Is(sendErr, syscall.ECONNRESET):
 		return Reply{}, unavailable(ctx, sendErr)
 	}
@@ -99,20 +99,23 @@ func dial(ctx context.Context, socket string) (*net.UnixConn, error) {
 	}
 }
 
+// errUnusableFile is the caller's mistake, such as a file that is closed: nothing was sent.
+var errUnusableFile = errors.New("passing the network namespace")
+
 // send writes the message with the descriptor, if any, at its first byte.
 func send(conn *net.UnixConn, buf []byte, netns *os.File) error {
 	sent := 0
 	if netns != nil {
 		raw, err := netns.SyscallConn()
 		if err != nil {
-			return fmt.Errorf("passing the network namespace: %w", err)
+			return fmt.Errorf("%w: %w", errUnusableFile, err)
 		}
 		// Not netns.Fd(), which may change the mode of a description that others share.
 		var sendErr error
 		if err := raw.Control(func(fd uintptr) {
 			sent, _, sendErr = conn.WriteMsgUnix(buf, syscall.UnixRights(int(fd)), nil) //nolint:gosec // descriptors are small
 		}); err != nil {
-			return fmt.Errorf("passing the network namespace: %w", err)
+			return fmt.Errorf("%w: %w", errUnusableFile, err)
 		}
 		if sendErr != nil {
 			return fmt.Errorf("sending the request: %w", sendErr)

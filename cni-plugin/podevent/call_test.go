@@ -357,7 +357,7 @@ func TestCallClosedFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, err := Call(withinLimits(t), socket, addRequest(), netns)
-	if !errors.Is(err, os.ErrClosed) || errors.Is(err, ErrUnavailable) {
+	if !errors.Is(err, errUnusableFile) || errors.Is(err, ErrUnavailable) {
 		t.Errorf("error: %v", err)
 	}
 }
