@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package enroll
+
+import (
+	"slices"
+	"strings"
+
+	"ambientd/certfetch"
+	"ambientd/certfetch/spiffeid"
+	"ambientd/nodeagent/admin"
+)
+
+// Pods reports every pod that is enrolled or on its way in, sorted by name.
+func (e *Enroller) Pods() []admin.PodStatus {
+	certificates := map[spiffeid.ID]certfetch.IdentityStatus{}
+	for _, s := range e.cfg.Fetched() {
+		certificates[s.ID] = s
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	pods := make([]admin.PodStatus, 0, len(e.pods))
+	for uid, p := range e.pods {
+		pods = append(pods, p.status(e.cfg.BackendName, e.cfg.NodeProxy.Acked(uid), certificates[p.identity]))
+	}
+	slices.SortFunc(pods, func(a, b admin.PodStatus) int {
+		return strings.Compare(a.Namespace+"/"+a.Name+"/"+a.UID, b.Namespace+"/"+b.Name+"/"+b.UID)
+	})
+	return pods
+}
+
+// Skipped reports the attached pods that are not in the mesh, with the reason.
+func (e *Enroller) Skipped() []admin.SkippedStatus {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	skipped := []admin.SkippedStatus{}
+	for _, a := range e.attachments.records {
+		if a.skipped != "" {
+			skipped = append(skipped, admin.SkippedStatus{Namespace: a.namespace, Name: a.name, Reason: a.skipped})
+		}
+	}
+	slices.SortFunc(skipped, func(a, b admin.SkippedStatus) int {
+		return strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name)
+	})
+	return skipped
+}
+
+// status is what an operator sees of the pod; the caller holds Enroller.mu.
+func (p *enrolment) status(backend string, proxyAcked bool, certificate certfetch.IdentityStatus) admin.PodStatus {
+	s := admin.PodStatus{
+		Namespace:   p.pod.Namespace,
+		Name:        p.pod.Name,
+		UID:         p.pod.UID,
+		Netns:       p.netns.String(),
+		State:       admin.PodEnrolled,
+		Backend:     backend,
+		Families:    p.families.List(),
+		IPs:         slices.Clone(p.ips),
+		Proxy:       admin.ProxyAcked,
+		Identity:    p.identity.String(),
+		Certificate: admin.CertificateStatus{State: string(certificate.State), NotAfter: certificate.NotAfter},
+	}
+	if !proxyAcked {
+		s.State, s.Proxy = admin.PodDegraded, admin.ProxyPending
+	}
+	if certificate.State == "" { // registered after the fetcher was asked
+		s.Certificate.State = admin.CertificatePending
+	}
+	if !p.done {
+		s.State = admin.PodEnrolling
+	}
+	return s
+}

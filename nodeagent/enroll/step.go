@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package enroll
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"ambientd/nodeagent/podnetns"
+	"ambientd/nodeagent/zds"
+)
+
+// The steps of an enrolment, as they are named in errors, logs and replies.
+const (
+	stepLookup      = "pod lookup"
+	stepTurn        = "turn" // waiting for earlier work on the same pod
+	stepNetns       = "netns"
+	stepIdentity    = "identity"
+	stepRedirection = "redirection"
+	stepProxy       = "node proxy"
+	stepCertificate = "certificate"
+	stepRecord      = "record"
+)
+
+// errDeleted is the cause with which a DEL cancels the ADD of its attachment.
+var errDeleted = errors.New("a DEL of the same attachment came meanwhile")
+
+// StepError says in which step an operation on a pod ended.
+type StepError struct {
+	Step string
+	Err  error
+}
+
+func (e *StepError) Error() string { return e.Step + ": " + e.Err.Error() }
+
+// Unwrap returns the cause.
+func (e *StepError) Unwrap() error { return e.Err }
+
+// step is one part of an enrolment. undo is called when do or a later step
+// failed, so it must be right also for a part that was never, or only half,
+// put in place.
+type step struct {
+	name string
+	do   func(context.Context) error
+	undo func(context.Context) error
+}
+
+// steps lists the parts in the order in which they are put in place. The
+// identity comes before the rules so that the certificate is fetched while they
+// are written; the proxy comes after them because its ack is the longest wait.
+func (e *Enroller) steps(p *enrolment, ns *podnetns.Netns, commit func()) []step {
+	uid := p.pod.UID
+	return []step{
+		{
+			name: stepNetns,
+			do:   func(context.Context) error { return e.pin(uid, ns) },
+			undo: func(context.Context) error { return e.pins.Unpin(uid) },
+		}, {
+			name: stepIdentity,
+			do:   func(context.Context) error { return e.cfg.Identities.Register(uid, p.identity) },
+			undo: func(context.Context) error { e.cfg.Identities.Unregister(uid); return nil },
+		}, {
+			name: stepRedirection,
+			do:   func(ctx context.Context) error { return e.redirect(ctx, p, ns) },
+			undo: func(ctx context.Context) error { return e.cfg.Redirection.Remove(ctx, ns.Do) },
+		}, {
+			name: stepProxy,
+			do:   func(ctx context.Context) error { return e.announce(ctx, p, ns) },
+			undo: func(ctx context.Context) error { return e.retract(ctx, uid) },
+		}, {
+			name: stepCertificate,
+			do:   func(ctx context.Context) error { return e.awaitCertificate(ctx, p) },
+			undo: func(context.Context) error { return nil },
+		}, {
+			name: stepRecord,
+			do: func(ctx context.Context) error {
+				if ctx.Err() != nil {
+					return context.Cause(ctx)
+				}
+				commit()
+				return nil
+			},
+			undo: func(context.Context) error { return nil },
+		},
+	}
+}
+
+// runWhole puts all parts in place, or none: when one fails, it and all before
+// it are undone, last first. What could not be undone is told with the cause.
+func runWhole(ctx context.Context, steps []step) error {
+	for i, s := range steps {
+		if err := s.run(ctx); err != nil {
+			if left := undo(ctx, steps[:i+1]); left != nil {
+				return fmt.Errorf("%w; %w", err, left)
+			}
+			return err
+		}
+	}
+	return nil
+}
+
+// undo takes parts back, last first. Each has a deadline of its own, apart from
+// the caller's, which may be what made the enrolment fail: a proxy that does not
+// answer must not keep the rules in the kernel.
+func undo(ctx context.Context, steps []step) error {
+	ctx = context.WithoutCancel(ctx)
+	var errs []error
+	for i := len(steps) - 1; i >= 0; i-- {
+		ctx, cancel := context.WithTimeout(ctx, undoTimeout)
+		if err := steps[i].undo(ctx); err != nil {
+			errs = append(errs, fmt.Errorf("undoing %s: %w", steps[i].name, err))
+		}
+		cancel()
+	}
+	return errors.Join(errs...)
+}
+
+// runOn puts parts in place again for a pod that has them already. It undoes
+// nothing: a pod in the mesh that loses a part keeps the rest.
+func runOn(ctx context.Context, steps []step) error {
+	for _, s := range steps {
+		if err := s.run(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// run does the step. When the operation was cancelled the error says by what,
+// which the step itself cannot know.
+func (s step) run(ctx context.Context) error {
+	err := s.do(ctx)
+	if err == nil {
+		return nil
+	}
+	if cause := context.Cause(ctx); cause != nil && !errors.Is(err, cause) {
+		err = fmt.Errorf("%w (%w)", cause, err)
+	}
+	return &StepError{Step: s.name, Err: err}
+}
+
+// pin hands ns over to the pins; a netns that they refuse is closed.
+func (e *Enroller) pin(uid string, ns *podnetns.Netns) error {
+	if err := e.pins.Pin(uid, ns); err != nil {
+		return errors.Join(err, ns.Close())
+	}
+	return nil
+}
+
+func (e *Enroller) redirect(ctx context.Context, p *enrolment, ns *podnetns.Netns) error {
+	families, err := e.cfg.Redirection.Apply(ctx, ns.Do, p.options)
+	if err != nil {
+		return err
+	}
+	e.mu.Lock()
+	p.families = families
+	e.mu.Unlock()
+	return nil
+}
+
+func (e *Enroller) announce(ctx context.Context, p *enrolment, ns *podnetns.Netns) error {
+	ctx, cancel := context.WithTimeout(ctx, e.cfg.ProxyTimeout)
+	defer cancel()
+	return e.cfg.NodeProxy.Add(ctx, zds.Workload{
+		UID:            p.pod.UID,
+		Name:           p.pod.Name,
+		Namespace:      p.pod.Namespace,
+		ServiceAccount: p.pod.ServiceAccount,
+	}, ns.File())
+}
+
+// retract tells the proxy to let the pod go. The proxy's set no longer has the
+// pod when it returns; the ack may be outstanding, and that is no error.
+func (e *Enroller) retract(ctx context.Context, uid string) error {
+	ctx, cancel := context.WithTimeout(ctx, e.cfg.DelProxyWait)
+	defer cancel()
+	err := e.cfg.NodeProxy.Del(ctx, uid)
+	if errors.Is(err, context.DeadlineExceeded) {
+		return nil
+	}
+	return err
+}
+
+// awaitCertificate returns nil also when CertWait passes first: the pod then
+// starts without, and the proxy refuses its traffic until the certificate is
+// there. A refusal by the CA is final and fails the enrolment.
+func (e *Enroller) awaitCertificate(ctx context.Context, p *enrolment) error {
+	wait, cancel := context.WithTimeout(ctx, e.cfg.CertWait)
+	defer cancel()
+	err := e.cfg.Identities.Wait(wait, p.identity)
+	switch {
+	case err == nil:
+		return nil
+	case ctx.Err() != nil:
+		return context.Cause(ctx)
+	case wait.Err() != nil && errors.Is(err, context.DeadlineExceeded):
+		e.cfg.Logger.Warn("certificate still pending; the pod starts, its traffic waits for it",
+			"pod", p.pod.String(), "uid", p.pod.UID, "identity", p.identity.String(), "waited", e.cfg.CertWait)
+		return nil
+	default:
+		return err
+	}
+}
