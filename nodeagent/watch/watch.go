@@ -67,8 +67,9 @@ func (s *Server) Run(ctx context.Context) error {
 	// Handlers outlive ctx by up to StopTimeout.
 	work, endWork := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer endWork(nil)
-	stopAccepting := context.AfterFunc(ctx, func() { _ = s.config.Listener.Close() })
-	defer stopAccepting()
+	closeListener := func() { _ = s.config.Listener.Close() } // closed already is fine
+	defer closeListener()
+	defer context.AfterFunc(ctx, closeListener)()
 
 	var handlers sync.WaitGroup
 	err := s.accept(ctx, func(conn *net.UnixConn) {
