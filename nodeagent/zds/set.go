@@ -23,7 +23,8 @@ type pod struct {
 	seq     uint64   // order of the Adds
 	add     []byte   // the encoded AddWorkload
 	netns   *os.File // our own duplicate, closed when the pod leaves the set
-	strikes int      // streams that ended in a row while this add was unanswered
+	endings int      // streams in a row that ended while this add was unanswered
+	strikes int      // those of them whose proxy had answered something before
 	outcome outcome  // of the Add that brought it
 }
 
@@ -182,10 +183,10 @@ func (s *Server) remove(p *pod, why error) {
 }
 
 func (s *Server) settleAndClose(p *pod, why error) {
-	p.outcome.settle(why)
 	if err := p.netns.Close(); err != nil {
 		s.log.Error("closing a netns", "uid", p.UID, "error", err)
 	}
+	p.outcome.settle(why)
 }
 
 // newest returns the stream that adds go to, or nil.
@@ -212,7 +213,7 @@ func (s *Server) ordered() []*pod {
 				waits = -1
 			}
 		}
-		return cmp.Or(cmp.Compare(a.strikes, b.strikes), waits, cmp.Compare(a.seq, b.seq))
+		return cmp.Or(cmp.Compare(a.endings, b.endings), waits, cmp.Compare(a.seq, b.seq))
 	})
 	return pods
 }

@@ -265,7 +265,7 @@ func (s *Server) accepted(st *stream, p *pod) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	st.answered = true
-	p.strikes = 0
+	p.endings, p.strikes = 0, 0
 	st.acked[p.UID] = p
 	s.notify()
 	if st == s.newest() && s.pods[p.UID] == p {
@@ -327,8 +327,8 @@ func (s *Server) forget(st *stream) (removed *pod) {
 	pending := st.queue
 	if m := st.inFlight; m != nil {
 		pending = append(pending, m)
-		if m.kind == addPod && st.answered {
-			removed = s.strike(m.pod)
+		if m.kind == addPod {
+			removed = s.strike(st, m.pod)
 		}
 	}
 	for _, m := range pending {
@@ -343,10 +343,15 @@ func (s *Server) forget(st *stream) (removed *pod) {
 	return removed
 }
 
-// strike counts a stream that ended while p's add was unanswered, though the
-// proxy had answered other messages, and returns p if it has left the set for
-// it: it must not keep a proxy from ever completing its snapshot.
-func (s *Server) strike(p *pod) *pod {
+// strike counts a stream that ended while p's add was unanswered, and returns p
+// if it has left the set for it: it must not keep a proxy from ever completing
+// its snapshot. A proxy that answered nothing at all says nothing about p, but
+// p comes last in the next snapshot, which will tell.
+func (s *Server) strike(st *stream, p *pod) *pod {
+	p.endings++
+	if !st.answered {
+		return nil
+	}
 	p.strikes++
 	if p.strikes < maxStrikes || s.pods[p.UID] != p || !p.outcome.settled {
 		return nil // while an Add waits, its own deadline bounds the attempts
