@@ -21,11 +21,14 @@ type fence struct {
 	name string
 	// of are the patterns whose closure is looked at.
 	of []string
-	// tests are looked at too: what is tested with a package cannot live without it.
-	tests bool
+	// flags for go list: withTests where what is tested with a package counts too, since
+	// the one cannot live without the other.
+	flags []string
 	// forbidden are packages and all below them, with the reason.
 	forbidden map[string]string
 }
+
+var withTests = []string{"-test"}
 
 var fences = []fence{
 	{
@@ -57,7 +60,7 @@ var fences = []fence{
 	{
 		name:  "certfetch",
 		of:    []string{"./certfetch/..."},
-		tests: true,
+		flags: withTests,
 		forbidden: map[string]string{
 			"ambientd/nodeagent":  "certificates are fetched for registered identities, whoever registers them: a CA or another agent must be able to use this",
 			"ambientd/iptables":   "certificates have nothing to do with packets",
@@ -67,7 +70,7 @@ var fences = []fence{
 	{
 		name:  "iptables",
 		of:    []string{"./iptables/..."},
-		tests: true,
+		flags: withTests,
 		forbidden: map[string]string{
 			"ambientd/nodeagent":  "rules get a runner injected that is inside the pod's netns, and know no agent",
 			"ambientd/certfetch":  "packets have nothing to do with certificates",
@@ -99,7 +102,7 @@ func TestFences(t *testing.T) {
 	for _, f := range fences {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			closure := load(t, f.tests, f.of...)
+			closure := load(t, f.of, f.flags...)
 			for _, path := range closure.paths() {
 				for forbidden, why := range f.forbidden {
 					if path == forbidden || strings.HasPrefix(path, forbidden+"/") {
@@ -121,7 +124,7 @@ func TestPluginImportsOnlyWhatItNeeds(t *testing.T) {
 		// What the skeleton itself needs, to check CNI_NETNS.
 		"github.com/vishvananda/netns", "golang.org/x/sys/unix",
 	}
-	closure := load(t, false, "./cni-plugin")
+	closure := load(t, []string{"./cni-plugin"})
 	for _, path := range closure.paths() {
 		if closure.packages[path].Standard {
 			continue
@@ -136,7 +139,7 @@ func TestPluginImportsOnlyWhatItNeeds(t *testing.T) {
 // TestNoPackageOfTheProductImportsTools: netnstest and the like in a product's package
 // would link the testing package into it.
 func TestNoPackageOfTheProductImportsTools(t *testing.T) {
-	closure := load(t, false, "./cni-plugin/...", "./certfetch/...", "./iptables/...", "./nodeagent/...")
+	closure := load(t, []string{"./cni-plugin/...", "./certfetch/...", "./iptables/...", "./nodeagent/..."})
 	for _, path := range closure.paths() {
 		// zdstest is a peer for tests, bench and nothing else.
 		if !strings.HasPrefix(path, module+"/") || strings.HasPrefix(path, module+"/tools/") || strings.HasSuffix(path, "test") {
@@ -168,12 +171,9 @@ type closure struct {
 }
 
 // load lists the closure of the patterns, which are relative to the module's root.
-func load(t *testing.T, tests bool, patterns ...string) closure {
+func load(t *testing.T, patterns []string, flags ...string) closure {
 	t.Helper()
-	args := []string{"list", "-deps", "-e", "-json=ImportPath,Dir,Standard,DepOnly,GoFiles,Imports,Error"}
-	if tests {
-		args = append(args, "-test")
-	}
+	args := append([]string{"list", "-deps", "-e", "-json=ImportPath,Dir,Standard,DepOnly,GoFiles,Imports,Error"}, flags...)
 	cmd := exec.CommandContext(t.Context(), "go", append(args, patterns...)...)
 	cmd.Dir = "../.."
 	var stderr bytes.Buffer

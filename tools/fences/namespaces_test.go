@@ -29,7 +29,7 @@ const whyOneEnterer = "a thread that cannot return to the host's netns must die 
 	"only " + enterer + " knows how, hand it a closure"
 
 func TestOnlyPodnetnsEntersNamespaces(t *testing.T) {
-	closure := load(t, false, "./nodeagent")
+	closure := load(t, []string{"./nodeagent"})
 	entered := false
 	for _, path := range closure.paths() {
 		if !strings.HasPrefix(path, module+"/") {

@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
+
+	"ambientd/cni-plugin/podevent"
+	"ambientd/nodeagent/zds/zdstest"
+	"ambientd/tools/enclave"
+)
+
+const (
+	// fewPods are on the smaller of the two nodes that are compared.
+	fewPods = 10
+	// atOnce is how many ADDs are under way at any time.
+	atOnce = 16
+	// batch is how many pods are enrolled for one sample of CPU time, and withdrawn again;
+	// batches is how many samples there are.
+	batch, batches = 160, 3
+	// cpuLimit is what an enrolment may cost the agent, times R.
+	cpuLimit = 1.0 / 20
+	// growthLimit is what a hundred times the pods may do to the latency.
+	growthLimit = 1.2
+
+	zdsSocket    = "/var/run/ztunnel/ztunnel.sock"
+	startTimeout = 30 * time.Second
+	// callTimeout bounds one event; it is more than the agent's own limit of an ADD.
+	callTimeout = 20 * time.Second
+)
+
+// enrolment measures enrolments through the agent's socket: the real agent, and a node
+// proxy that acks at once.
+func (b *bench) enrolment(ctx context.Context) error {
+	b.say("measuring enrolments, %d at once, with %d and with %d pods", atOnce, fewPods, b.cfg.pods)
+	manifests := filepath.Join(b.dir, "manifests")
+	if err := writeManifests(manifests, b.cfg.pods); err != nil {
+		return err
+	}
+	agent, err := b.startAgent(ctx, manifests)
+	if err != nil {
+		return err
+	}
+	peer, err := zdstest.Dial(ctx, zdsSocket, zdstest.AckAll)
+	if err != nil {
+		return errors.Join(err, agent.Stop())
+	}
+	if err := peer.AwaitReady(ctx); err != nil {
+		return errors.Join(err, peer.Close(), agent.Stop())
+	}
+	m := &enrolmentMeasure{agent: agent}
+	if err := m.run(ctx, b.cfg.pods); err != nil {
+		return errors.Join(err, fmt.Errorf("the agent's log ends with:\n%s", agent.Log().Tail(10)), peer.Close(), agent.Stop())
+	}
+	b.addEnrolment(m)
+	return errors.Join(peer.Close(), agent.Stop())
+}
+
+func (b *bench) addEnrolment(m *enrolmentMeasure) {
+	r := b.yardstick.median()
+	b.rows = append(b.rows,
+		duration(fmt.Sprintf("ambientd: enrolment, %d at once: its CPU for each", atOnce), m.few.cpu, yardstickName, r, cpuLimit, "R/20"),
+		duration("ambientd: the same with an identity that is new to it: its CPU for each", m.fresh.cpu, yardstickName, r, 0, ""),
+		duration(fmt.Sprintf("ambientd: the same with %d pods enrolled: its CPU for each", b.cfg.pods), m.many.cpu, yardstickName, r, 0, ""),
+		duration(fmt.Sprintf("ambientd: latency with %d pods enrolled", fewPods), m.few.latency, yardstickName, r, 0, ""),
+		duration(fmt.Sprintf("ambientd: latency with %d pods enrolled", b.cfg.pods), m.many.latency,
+			fmt.Sprintf("%d pods", fewPods), m.few.latency.median(), growthLimit, "1.2 × 10 pods"))
+}
+
+// startAgent starts ambientd and waits until it is ready.
+func (b *bench) startAgent(ctx context.Context, manifests string) (*enclave.Process, error) {
+	agent, err := b.starter.Start(enclave.Command{
+		Name: "ambientd", Path: filepath.Join(b.cfg.bin, "ambientd"), LogFile: filepath.Join(b.dir, "ambientd.log"),
+		Args: []string{"run", "--pods-from=manifests=" + manifests, "--node-name=bench", "--redirection=nftables", "--log-format=json"},
+	})
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, startTimeout)
+	defer cancel()
+	ready := func(l enclave.Line) bool { return l.Field("msg") == "ready" }
+	if _, err := agent.Log().Await(ctx, 0, ready); err != nil {
+		return nil, errors.Join(fmt.Errorf("waiting for ambientd to be ready: %w; its log ends with:\n%s", err, agent.Log().Tail(10)), agent.Stop())
+	}
+	return agent, nil
+}
+
+// sample is what enrolments cost.
+type sample struct {
+	latency figure
+	cpu     figure // the agent's for one enrolment; one value a batch
+}
+
+// enrolmentMeasure holds the figures of enrolments.
+type enrolmentMeasure struct {
+	agent *enclave.Process
+
+	few, fresh, many sample
+	sandboxes        int
+}
+
+// run measures on a node of fewPods, then on one of pods.
+func (m *enrolmentMeasure) run(ctx context.Context, pods int) error {
+	// The first enrolments of a process are slower: caches fill, memory comes from the system.
+	var warmUp sample
+	var staying []sandbox
+	for _, step := range []func() error{
+		func() error { return m.enrol(ctx, &staying, 0, fewPods) },
+		func() error { return m.batch(ctx, &warmUp, passing) },
+		func() error { return m.batches(ctx, &m.few) },
+		func() error { return m.batch(ctx, &m.fresh, newcomer) },
+		func() error { return m.enrol(ctx, &staying, fewPods, pods) },
+		func() error { return m.batches(ctx, &m.many) },
+	} {
+		if err := step(); err != nil {
+			return err
+		}
+	}
+	return discard(staying)
+}
+
+// batches takes a sample of several batches.
+func (m *enrolmentMeasure) batches(ctx context.Context, into *sample) error {
+	for range batches {
+		if err := m.batch(ctx, into, passing); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// batch enrols a batch of pods, atOnce at a time, adds what that cost to the sample,
+// and withdraws them again.
+func (m *enrolmentMeasure) batch(ctx context.Context, into *sample, kind kind) error {
+	sandboxes, err := m.make(kind, 0, batch)
+	if err != nil {
+		return err
+	}
+	before, err := cpuTime(m.agent.Pid())
+	if err != nil {
+		return err
+	}
+	latencies, err := callAll(ctx, podevent.CommandAdd, sandboxes)
+	if err != nil {
+		return err
+	}
+	after, err := cpuTime(m.agent.Pid())
+	if err != nil {
+		return err
+	}
+	for _, latency := range latencies {
+		into.latency.add(latency)
+	}
+	into.cpu.add((after - before) / batch)
+	_, err = callAll(ctx, podevent.CommandDel, sandboxes)
+	return errors.Join(err, discard(sandboxes))
+}
+
+// enrol enrols pods that stay, numbers from to less than to.
+func (m *enrolmentMeasure) enrol(ctx context.Context, staying *[]sandbox, from, to int) error {
+	sandboxes, err := m.make(stayer, from, to)
+	*staying = append(*staying, sandboxes...)
+	if err != nil {
+		return err
+	}
+	_, err = callAll(ctx, podevent.CommandAdd, sandboxes)
+	return err
+}
+
+// make makes sandboxes for the pods of a kind, numbers from to less than to.
+func (m *enrolmentMeasure) make(kind kind, from, to int) ([]sandbox, error) {
+	var made []sandbox
+	for i := from; i < to; i++ {
+		m.sandboxes++
+		netns, err := enclave.MakeNetns(fmt.Sprintf("cni-%d", m.sandboxes))
+		if err != nil {
+			return made, err
+		}
+		made = append(made, sandbox{id: fmt.Sprintf("sandbox-%d", m.sandboxes), number: m.sandboxes, pod: kind.pod(i), netns: netns})
+		if err := netns.Do(loopbackUp); err != nil {
+			return made, err
+		}
+	}
+	return made, nil
+}
+
+// sandbox is a pod's network namespace, and what the runtime knows of it.
+type sandbox struct {
+	id     string
+	number int
+	pod    podevent.Pod
+	netns  *enclave.Netns
+}
+
+// discard takes the network namespaces away.
+func discard(sandboxes []sandbox) error {
+	var errs []error
+	for _, s := range sandboxes {
+		errs = append(errs, s.netns.Remove())
+	}
+	return errors.Join(errs...)
+}
+
+// callAll sends the command for each sandbox, atOnce at a time, and returns how long
+// each took.
+func callAll(ctx context.Context, command string, sandboxes []sandbox) ([]time.Duration, error) {
+	latencies := make([]time.Duration, len(sandboxes))
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(atOnce)
+	for i, s := range sandboxes {
+		group.Go(func() error {
+			var took figure
+			err := took.time(func() error { return s.call(ctx, command) })
+			latencies[i] = took.median()
+			return err
+		})
+	}
+	return latencies, group.Wait()
+}
+
+// call sends one event to the agent, as the plugin does.
+func (s sandbox) call(ctx context.Context, command string) error {
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	netns, err := os.Open(s.netns.Path())
+	if err != nil {
+		return fmt.Errorf("opening a network namespace: %w", err)
+	}
+	defer netns.Close()
+	request := podevent.Request{Command: command, Network: "bench", ContainerID: s.id, IfName: "eth0", Pod: s.pod}
+	if command == podevent.CommandAdd {
+		request.IPs = []netip.Addr{
+			netip.AddrFrom4([4]byte{10, 88, byte(s.number >> 8), byte(s.number)}),
+			netip.AddrFrom16([16]byte{0: 0xfd, 1: 0x88, 14: byte(s.number >> 8), 15: byte(s.number)}),
+		}
+	}
+	reply, err := podevent.Call(ctx, podevent.DefaultSocket, request, netns)
+	switch {
+	case err != nil:
+		return fmt.Errorf("%s of pod %s: %w", command, s.pod, err)
+	case reply.Error != nil:
+		return fmt.Errorf("%s of pod %s: %w", command, s.pod, reply.Error)
+	case command == podevent.CommandAdd && reply.Result != podevent.ResultEnrolled:
+		return fmt.Errorf("%s of pod %s: %s: %s", command, s.pod, reply.Result, reply.Reason)
+	}
+	return nil
+}
+
+// cpuTime returns the CPU time that a process has used so far, ended threads included,
+// to the nanosecond: /proc counts in hundredths of a second.
+func cpuTime(pid int) (time.Duration, error) {
+	// The clock of a process (clock_getcpuclockid(3)): the complement of its ID, and
+	// CPUCLOCK_SCHED in the lowest bits.
+	const cpuClockSched = 2
+	clock := int32(^pid)<<3 | cpuClockSched
+	var t unix.Timespec
+	if err := unix.ClockGettime(clock, &t); err != nil {
+		return 0, fmt.Errorf("reading the CPU time of process %d: %w", pid, err)
+	}
+	return time.Duration(t.Nano()), nil
+}

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command bench measures what ambientd costs on this machine and checks it against
+// limits. The limits are ratios to what the same machine, in the same run, needs for
+// two iptables-nft-restore runs of the same rules: absolute times say more about the
+// machine than about ambientd.
+//
+// It runs in namespaces of its own, like the demo, with the real binaries where
+// processes are measured. What is compared is measured in turns, so that a busy
+// machine slows both sides alike.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+
+	"ambientd/tools/enclave"
+)
+
+// config is what the command line says.
+type config struct {
+	bin     string // directory of our binaries
+	noop    string // the plugin that does nothing
+	results string // directory for the JSON; empty: none is written
+	rounds  int    // of what is measured in turns
+	pods    int    // enrolled in the larger of two node sizes
+}
+
+func main() {
+	if base := filepath.Base(os.Args[0]); isCounted(base) {
+		fmt.Fprintf(os.Stderr, "bench: counting %s: %v\n", base, countedChild(base))
+		os.Exit(1)
+	}
+	code, err := run(context.Background(), os.Args[1:])
+	if err != nil && !errors.Is(err, flag.ErrHelp) {
+		fmt.Fprintf(os.Stderr, "bench: %v\n", err)
+		code = 1
+	}
+	os.Exit(code)
+}
+
+func run(ctx context.Context, args []string) (int, error) {
+	cfg, err := parse(args, os.Stderr)
+	if err != nil {
+		return 2, err
+	}
+	return enclave.Run(ctx, os.Stderr, func(ctx context.Context, dir string) int {
+		ok, err := measure(ctx, cfg, dir, os.Stdout, os.Stderr)
+		if err != nil {
+			fmt.Fprintf(os.Stderr, "bench: %v\n", err)
+		}
+		if !ok || err != nil {
+			return 1
+		}
+		return 0
+	})
+}
+
+// parse reads the command line.
+func parse(args []string, help io.Writer) (config, error) {
+	var cfg config
+	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
+	flags.SetOutput(help)
+	flags.StringVar(&cfg.bin, "bin", "bin", "directory of ambientd and ambient-cni")
+	flags.StringVar(&cfg.noop, "noop-plugin", "out/noop-plugin", "the plugin that does nothing")
+	flags.StringVar(&cfg.results, "results", "", "directory to write <date>.json to; none if empty")
+	flags.IntVar(&cfg.rounds, "rounds", 40, "how often each thing is measured")
+	flags.IntVar(&cfg.pods, "pods", 1000, "pods on the larger of the two nodes that are compared")
+	if err := flags.Parse(args); err != nil {
+		return cfg, err
+	}
+	switch {
+	case flags.NArg() > 0:
+		return cfg, fmt.Errorf("unknown argument %q", flags.Arg(0))
+	case cfg.rounds < 1:
+		return cfg, fmt.Errorf("--rounds is %d, want at least 1", cfg.rounds)
+	case cfg.pods <= fewPods:
+		return cfg, fmt.Errorf("--pods is %d, want more than the smaller node's %d", cfg.pods, fewPods)
+	}
+	for _, path := range []*string{&cfg.bin, &cfg.noop, &cfg.results} {
+		if *path == "" {
+			continue
+		}
+		absolute, err := filepath.Abs(*path)
+		if err != nil {
+			return cfg, fmt.Errorf("resolving %s: %w", *path, err)
+		}
+		*path = absolute
+	}
+	return cfg, nil
+}
+
+// measure measures everything and prints the table; the limits are met if it returns
+// true.
+func measure(ctx context.Context, cfg config, dir string, out, progress io.Writer) (bool, error) {
+	starter, err := enclave.NewStarter()
+	if err != nil {
+		return false, err
+	}
+	b := &bench{cfg: cfg, dir: dir, progress: progress, starter: starter}
+	var failed error
+	for _, part := range []func(context.Context) error{b.rules, b.plugin, b.enrolment} {
+		if failed = part(ctx); failed != nil {
+			break
+		}
+	}
+	// What was measured before a failure is still worth reading, but not worth keeping.
+	res := newResults(b)
+	if err := errors.Join(failed, res.print(out)); err != nil {
+		return false, err
+	}
+	if cfg.results != "" {
+		path, err := res.write(cfg.results)
+		if err != nil {
+			return false, err
+		}
+		fmt.Fprintf(progress, "bench: written to %s\n", path)
+	}
+	return res.Pass, nil
+}
+
+// bench is one run.
+type bench struct {
+	cfg      config
+	dir      string
+	progress io.Writer
+	starter  *enclave.Starter
+
+	yardstick figure // R
+	rows      []row
+}
+
+func (b *bench) say(format string, args ...any) {
+	fmt.Fprintf(b.progress, "bench: "+format+"\n", args...)
+}

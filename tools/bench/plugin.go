@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"ambientd/cni-plugin/podevent"
+	"ambientd/tools/enclave"
+)
+
+const (
+	// maxPluginSize bounds the plugin's binary, in bytes.
+	maxPluginSize = 5 << 20
+	// pluginLimit is what an ADD may cost, times a plugin that does nothing.
+	pluginLimit = 1.4
+	// pluginSamples for each round of the rest: a process is quicker than a restore.
+	pluginSamples = 3
+	// agentDeadline bounds the answering agent's reads and writes.
+	agentDeadline = 5 * time.Second
+)
+
+// plugin measures an ADD of the plugin, with an agent that answers at once, against a
+// plugin of the same skeleton that does nothing.
+func (b *bench) plugin(ctx context.Context) error {
+	b.say("measuring the plugin's process")
+	socket := filepath.Join(b.dir, "instant.sock")
+	agent, err := startInstantAgent(ctx, socket)
+	if err != nil {
+		return err
+	}
+	netns, err := enclave.MakeNetns("bench-plugin")
+	if err != nil {
+		return errors.Join(err, agent.stop())
+	}
+	stdin := fmt.Sprintf(`{"cniVersion":"1.1.0","name":"bench","type":"ambient-cni","socket":%q,"prevResult":{
+		"cniVersion":"1.1.0","interfaces":[{"name":"eth0","sandbox":%q}],
+		"ips":[{"address":"10.88.0.2/24","gateway":"10.88.0.1","interface":0},{"address":"fd88:8888::2/64","interface":0}],
+		"routes":[{"dst":"0.0.0.0/0"}],"dns":{}}}`, socket, netns.Path())
+
+	var ours, noop figure
+	for range b.cfg.rounds * pluginSamples {
+		for _, p := range []struct {
+			path   string
+			figure *figure
+		}{{b.cfg.noop, &noop}, {filepath.Join(b.cfg.bin, "ambient-cni"), &ours}} {
+			if err := p.figure.time(func() error { return runPlugin(ctx, p.path, netns.Path(), stdin) }); err != nil {
+				return errors.Join(err, agent.stop())
+			}
+		}
+	}
+	answered, err := agent.answered(), errors.Join(agent.stop(), netns.Remove())
+	if err != nil {
+		return err
+	}
+	if answered != len(ours.samples) {
+		return fmt.Errorf("%d ADDs reached the agent, want %d: the plugin decided without it", answered, len(ours.samples))
+	}
+	info, err := os.Stat(filepath.Join(b.cfg.bin, "ambient-cni"))
+	if err != nil {
+		return fmt.Errorf("looking at the plugin's size: %w", err)
+	}
+	const mib = 1 << 20
+	b.rows = append(b.rows,
+		duration("a plugin of the CNI skeleton that does nothing, ADD process", noop, yardstickName, b.yardstick.median(), 0, ""),
+		duration("ambient-cni: ADD process, agent answering at once", ours, "noop", noop.median(), pluginLimit, "1.4 × noop"),
+		amount("ambient-cni: binary", float64(info.Size())/mib, "MiB", maxPluginSize/mib, "5 MiB"))
+	return nil
+}
+
+// runPlugin runs a plugin's ADD as a runtime does.
+func runPlugin(ctx context.Context, path, netnsPath, stdin string) error {
+	cmd := exec.CommandContext(ctx, path)
+	cmd.Stdin = bytes.NewBufferString(stdin)
+	cmd.Env = append(os.Environ(), "CNI_COMMAND=ADD", "CNI_CONTAINERID=bench", "CNI_IFNAME=eth0", "CNI_PATH="+filepath.Dir(path),
+		"CNI_NETNS="+netnsPath, "CNI_ARGS=IgnoreUnknown=1;K8S_POD_NAMESPACE=shop;K8S_POD_NAME=client-1;K8S_POD_UID=e0b4c7bc-3f1f-4f3d-8a55-0f2b7a1d9c11")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("running %s: %w: %s", path, err, out)
+	}
+	return nil
+}
+
+// instantAgent answers every request with "enrolled", at once.
+type instantAgent struct {
+	listener *net.UnixListener
+	serving  sync.WaitGroup
+
+	mu    sync.Mutex
+	count int
+	err   error // of the first request that could not be answered
+}
+
+func startInstantAgent(ctx context.Context, socket string) (*instantAgent, error) {
+	var listen net.ListenConfig
+	listener, err := listen.Listen(ctx, "unix", socket)
+	if err != nil {
+		return nil, fmt.Errorf("listening as the agent: %w", err)
+	}
+	unixListener, ok := listener.(*net.UnixListener)
+	if !ok {
+		return nil, fmt.Errorf("listening as the agent: got a %T", listener)
+	}
+	a := &instantAgent{listener: unixListener}
+	a.serving.Go(func() {
+		for {
+			conn, err := unixListener.AcceptUnix()
+			if err != nil {
+				return // closed by stop
+			}
+			a.note(answer(conn))
+		}
+	})
+	return a, nil
+}
+
+// answer answers one request.
+func answer(conn *net.UnixConn) (err error) {
+	defer func() { err = errors.Join(err, conn.Close()) }()
+	if err := conn.SetDeadline(time.Now().Add(agentDeadline)); err != nil {
+		return fmt.Errorf("setting a deadline: %w", err)
+	}
+	_, netns, err := podevent.ReadRequest(conn)
+	if err != nil {
+		return err
+	}
+	netns.Close()
+	return podevent.WriteReply(conn, podevent.Reply{Result: podevent.ResultEnrolled})
+}
+
+func (a *instantAgent) note(err error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if err != nil && a.err == nil {
+		a.err = fmt.Errorf("answering as the agent: %w", err)
+	}
+	a.count++
+}
+
+func (a *instantAgent) answered() int {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.count
+}
+
+// stop ends the agent and returns the first error of its requests.
+func (a *instantAgent) stop() error {
+	err := a.listener.Close()
+	a.serving.Wait()
+	return errors.Join(err, a.err)
+}
