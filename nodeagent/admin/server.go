@@ -80,6 +80,9 @@ func newServer(listener net.Listener, handler http.Handler, logger *slog.Logger)
 	}}
 }
 
+// Addr is where the server listens.
+func (s *Server) Addr() net.Addr { return s.listener.Addr() }
+
 // answer writes body. A client that is gone is not an event.
 func answer(w io.Writer, body []byte, logger *slog.Logger) {
 	if _, err := w.Write(body); err != nil {

@@ -38,7 +38,6 @@ func row(table io.Writer, cells ...string) {
 			return r
 		}, cell)
 	}
-	// Tables are flushed into a buffer, which takes everything.
 	fmt.Fprintln(table, strings.Join(cells, "\t"))
 }
 
@@ -46,7 +45,7 @@ func row(table io.Writer, cells ...string) {
 func inColumns(page *bytes.Buffer, fill func(table io.Writer)) {
 	table := tabwriter.NewWriter(page, 0, 0, 2, ' ', tabwriter.DiscardEmptyColumns)
 	fill(table)
-	table.Flush()
+	_ = table.Flush() // a buffer takes everything
 }
 
 func writeAgent(page *bytes.Buffer, s Status, now time.Time) {
