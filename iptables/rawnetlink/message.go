@@ -98,10 +98,19 @@ func AppendAttribute(b []byte, a Attribute) []byte {
 	return append(b, make([]byte, align(length)-length)...)
 }
 
-// failure returns the errno of an NLMSG_ERROR message's payload (struct nlmsgerr begins with it, negated); 0 is an ACK.
-func failure(payload []byte) (syscall.Errno, error) {
-	if len(payload) < 4 {
-		return 0, fmt.Errorf("netlink error message of %d bytes holds no error number", len(payload))
+// Failure returns the error that the kernel reports with an NLMSG_ERROR or at the end of a dump, as an [Error]; nil for
+// an acknowledgement, a dump that ended well, and every other message.
+func (m Message) Failure() error {
+	if m.Type != unix.NLMSG_ERROR && m.Type != unix.NLMSG_DONE {
+		return nil
 	}
-	return syscall.Errno(-int32(binary.NativeEndian.Uint32(payload))), nil
+	// Both begin with a negated error number (struct nlmsgerr; netlink_dump_done in the kernel).
+	if len(m.Payload) < 4 {
+		return fmt.Errorf("netlink message of type %d holds no error number", m.Type)
+	}
+	errno := syscall.Errno(-int32(binary.NativeEndian.Uint32(m.Payload)))
+	if errno == 0 {
+		return nil
+	}
+	return Error{Sequence: m.Sequence, Errno: errno}
 }

@@ -24,13 +24,13 @@ const maxDatagram = 32 << 10
 // bufferSize leaves room for what a whole verification reads, so that buffers rarely grow.
 const bufferSize = 2 * maxDatagram
 
-// maxClosing bounds how many sockets may be in the course of being closed in the background.
+// maxClosing bounds how many calls of Close may be at work in the background.
 const maxClosing = 16
 
 // Sockets opens and closes sockets. Its zero value is not usable; call [New]. It may be used concurrently.
 type Sockets struct {
 	buffers sync.Pool     // of *[]byte
-	closing chan struct{} // one element for each socket that is being closed in the background
+	closing chan struct{} // one element for each Close that is at work in the background
 }
 
 // New returns a ready Sockets.
@@ -46,10 +46,9 @@ func New() *Sockets {
 
 // Socket is one netlink socket. It is for one goroutine at a time.
 type Socket struct {
-	fd      int
-	owner   *Sockets
-	buffer  *[]byte
-	written bool // a request that may have changed something went out
+	fd     int
+	owner  *Sockets
+	buffer *[]byte
 }
 
 // Open opens a socket of each netlink protocol given, such as unix.NETLINK_ROUTE, inside the network namespace that run
@@ -67,10 +66,7 @@ func (s *Sockets) Open(run func(fn func() error) error, protocols ...int) ([]*So
 		return nil
 	})
 	if err != nil {
-		for _, socket := range sockets {
-			err = errors.Join(err, unix.Close(socket.fd))
-		}
-		return nil, err
+		return nil, errors.Join(err, closeAll(sockets))
 	}
 	for _, socket := range sockets {
 		socket.buffer = s.buffers.Get().(*[]byte)
@@ -78,27 +74,48 @@ func (s *Sockets) Open(run func(fn func() error) error, protocols ...int) ([]*So
 	return sockets, nil
 }
 
-// Close closes the socket; what its methods returned must not be used any more. A socket that changed something is
-// closed in the background, where a slot is free: when an nfnetlink socket goes, the kernel waits for the destruction of
-// what was deleted, about 60 µs which nobody needs to wait for (nft_rcv_nl_event, net/netfilter/nf_tables_api.c).
-func (s *Socket) Close() error {
-	*s.buffer = (*s.buffer)[:0]
-	s.owner.buffers.Put(s.buffer)
-	s.buffer = nil
-	if !s.written {
-		return unix.Close(s.fd)
+// Close closes the sockets; what their methods returned must not be used any more. They are closed in the background as
+// long as few enough are: when an nfnetlink socket goes, the kernel first waits until everything that was deleted in the
+// same namespace a moment ago has been destroyed, which takes an RCU grace period, some 10 ms
+// (nft_rcv_nl_event, net/netfilter/nf_tables_api.c).
+func (s *Sockets) Close(sockets ...*Socket) error {
+	for _, socket := range sockets {
+		*socket.buffer = (*socket.buffer)[:0]
+		s.buffers.Put(socket.buffer)
+		socket.buffer = nil
 	}
 	select {
-	case s.owner.closing <- struct{}{}:
+	case s.closing <- struct{}{}:
 		go func() {
-			// Linux releases the descriptor whatever close reports, and a netlink socket has nothing to flush.
-			_ = unix.Close(s.fd)
-			<-s.owner.closing
+			defer func() { <-s.closing }()
+			// Linux releases a descriptor whatever close reports, and a netlink socket has nothing to flush.
+			_ = closeAll(sockets)
 		}()
 		return nil
 	default:
-		return unix.Close(s.fd)
+		return closeAll(sockets)
 	}
+}
+
+func closeAll(sockets []*Socket) error {
+	var err error
+	for _, socket := range sockets {
+		err = errors.Join(err, unix.Close(socket.fd))
+	}
+	return err
+}
+
+// Close closes the socket alone, like [Sockets.Close].
+func (s *Socket) Close() error { return s.owner.Close(s) }
+
+// NetnsCookie returns the number that the kernel names the socket's network namespace by: never 0, never used again
+// until the next boot (SO_NETNS_COOKIE, since 5.14).
+func (s *Socket) NetnsCookie() (uint64, error) {
+	cookie, err := unix.GetsockoptUint64(s.fd, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
+	if err != nil {
+		return 0, fmt.Errorf("reading the network namespace's cookie: %w", err)
+	}
+	return cookie, nil
 }
 
 // SetStrict makes the kernel check dump requests strictly and, with that, heed their filters (NETLINK_GET_STRICT_CHK,
@@ -113,7 +130,6 @@ func (s *Socket) SetStrict() error {
 // Execute sends requests that change something and returns what the kernel refused, in order. Of the requests, at least
 // the one with the sequence number last must ask for an acknowledgement, and the kernel must see it last.
 func (s *Socket) Execute(requests []byte, last uint32) ([]Error, error) {
-	s.written = true
 	if err := s.send(requests); err != nil {
 		return nil, err
 	}
@@ -123,50 +139,68 @@ func (s *Socket) Execute(requests []byte, last uint32) ([]Error, error) {
 		if errors.Is(err, unix.EAGAIN) && len(refused) > 0 {
 			return refused, nil // a batch that is refused as a whole never gets to its last message
 		}
-		if err != nil {
-			return nil, err
-		}
-		for len(datagram) > 0 {
+		for err == nil && len(datagram) > 0 {
 			var m Message
-			if m, datagram, err = Next(datagram); err != nil {
-				return nil, err
-			}
-			if m.Type != unix.NLMSG_ERROR {
+			if m, datagram, err = Next(datagram); err != nil || m.Type != unix.NLMSG_ERROR {
 				continue
 			}
-			errno, err := failure(m.Payload)
-			if err != nil {
-				return nil, err
-			}
-			if errno != 0 {
-				refused = append(refused, Error{Sequence: m.Sequence, Errno: errno})
+			var refusal Error
+			if failure := m.Failure(); errors.As(failure, &refusal) {
+				refused = append(refused, refusal)
+			} else if failure != nil {
+				return nil, failure
 			}
 			if m.Sequence == last {
 				return refused, nil
 			}
 		}
+		if err != nil {
+			return nil, err
+		}
 	}
 }
 
+// Query sends requests that read and are no dumps, and returns the answers: as many messages as there are requests, each
+// what was asked for or an NLMSG_ERROR, in order.
+func (s *Socket) Query(requests []byte, count int) ([]byte, error) {
+	if err := s.send(requests); err != nil {
+		return nil, err
+	}
+	start := len(*s.buffer)
+	for range count { // the kernel sends each answer as a datagram
+		if _, err := s.receive(); err != nil {
+			return nil, err
+		}
+	}
+	return (*s.buffer)[start:], nil
+}
+
 // Dump sends requests that read, of which the last is a dump, and returns the messages that answer them. It fails with
-// an [Error] if the kernel refuses one of them, and with [ErrInterrupted] if what was dumped changed meanwhile.
+// [ErrInterrupted] if what was dumped changed meanwhile, and with an [Error] if the kernel refuses one of the requests;
+// after that the socket is good for nothing but Close, since the dump may still be under way.
 func (s *Socket) Dump(requests []byte) ([]byte, error) {
 	if err := s.send(requests); err != nil {
 		return nil, err
 	}
 	start := len(*s.buffer)
+	interrupted := false
 	for {
 		datagram, err := s.receive()
 		if err != nil {
 			return nil, err
 		}
 		end := len(*s.buffer) - len(datagram)
-		done, err := scanDump(datagram)
+		part, err := scan(datagram)
 		if err != nil {
 			return nil, err
 		}
-		if done >= 0 {
-			return (*s.buffer)[start : end+done], nil
+		interrupted = interrupted || part.interrupted
+		switch {
+		case !part.done:
+		case interrupted:
+			return nil, ErrInterrupted
+		default:
+			return (*s.buffer)[start : end+part.length], nil
 		}
 	}
 }
@@ -174,33 +208,29 @@ func (s *Socket) Dump(requests []byte) ([]byte, error) {
 // ErrInterrupted means that a dump is no consistent picture, because something changed while it ran. Asking again helps.
 var ErrInterrupted = errors.New("netlink dump interrupted by a change")
 
-// scanDump returns the offset of the message that ends the dump, or -1 if the datagram does not hold it.
-func scanDump(datagram []byte) (int, error) {
-	for rest := datagram; len(rest) > 0; {
-		offset := len(datagram) - len(rest)
+// dumpPart is what one datagram means for the dump that it belongs to.
+type dumpPart struct {
+	interrupted bool
+	done        bool // it holds the message that ends the dump
+	length      int  // of what precedes that message, in bytes
+}
+
+func scan(datagram []byte) (dumpPart, error) {
+	var part dumpPart
+	for rest := datagram; len(rest) > 0 && !part.done; {
+		part.length = len(datagram) - len(rest)
 		m, after, err := Next(rest)
 		if err != nil {
-			return 0, err
+			return dumpPart{}, err
 		}
-		if m.Flags&unix.NLM_F_DUMP_INTR != 0 {
-			return 0, ErrInterrupted
+		if err := m.Failure(); err != nil {
+			return dumpPart{}, err
 		}
-		switch m.Type {
-		case unix.NLMSG_DONE, unix.NLMSG_ERROR: // both begin with an error number
-			errno, err := failure(m.Payload)
-			if err != nil {
-				return 0, err
-			}
-			if errno != 0 {
-				return 0, Error{Sequence: m.Sequence, Errno: errno}
-			}
-			if m.Type == unix.NLMSG_DONE {
-				return offset, nil
-			}
-		}
+		part.interrupted = part.interrupted || m.Flags&unix.NLM_F_DUMP_INTR != 0
+		part.done = m.Type == unix.NLMSG_DONE
 		rest = after
 	}
-	return -1, nil
+	return part, nil
 }
 
 func (s *Socket) send(requests []byte) error {

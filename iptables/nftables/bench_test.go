@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nftables_test
+
+import (
+	"slices"
+	"testing"
+	"time"
+
+	"ambientd/iptables/nftables"
+	"ambientd/iptables/redirection"
+	"ambientd/tools/netnstest"
+)
+
+// operation is one of the backend's, in the namespace that run enters.
+type operation func(run redirection.Runner) error
+
+// inFreshNetns times measured once in each of b.N namespaces, which before has prepared, and reports the median too: a
+// fresh namespace costs the kernel far more than the operation does, and disturbs it now and then.
+func inFreshNetns(b *testing.B, before, measured operation) {
+	b.Helper()
+	b.ReportAllocs()
+	b.StopTimer()
+	took := make([]time.Duration, 0, b.N)
+	for range b.N {
+		run := redirection.Runner(netnstest.New(b).Runner())
+		if err := before(run); err != nil {
+			b.Fatal(err)
+		}
+		b.StartTimer() // stops the world for a moment
+		start := time.Now()
+		err := measured(run)
+		took = append(took, time.Since(start))
+		b.StopTimer()
+		if err != nil {
+			b.Fatal(err)
+		}
+	}
+	slices.Sort(took)
+	b.ReportMetric(float64(took[len(took)/2].Nanoseconds()), "median-ns/op")
+}
+
+// operations returns those of a backend that has seen its rules once, as it has after the first pod of a node.
+func operations(b *testing.B) (apply, verify, remove operation) {
+	b.Helper()
+	backend, err := nftables.New()
+	if err != nil {
+		b.Fatal(err)
+	}
+	opts := redirection.DefaultOptions()
+	apply = func(run redirection.Runner) error {
+		_, err := backend.Apply(b.Context(), run, opts)
+		return err
+	}
+	verify = func(run redirection.Runner) error {
+		_, differences, err := backend.Verify(b.Context(), run, opts)
+		for _, d := range differences {
+			b.Error(d)
+		}
+		return err
+	}
+	remove = func(run redirection.Runner) error { return backend.Remove(b.Context(), run) }
+	first := redirection.Runner(netnstest.New(b).Runner())
+	for _, op := range []operation{apply, verify} {
+		if err := op(first); err != nil {
+			b.Fatal(err)
+		}
+	}
+	return apply, verify, remove
+}
+
+func nothing(redirection.Runner) error { return nil }
+
+func BenchmarkApply(b *testing.B) {
+	apply, _, _ := operations(b)
+	inFreshNetns(b, nothing, apply)
+}
+
+func BenchmarkApplyAgain(b *testing.B) {
+	apply, _, _ := operations(b)
+	inFreshNetns(b, apply, apply)
+}
+
+func BenchmarkVerify(b *testing.B) {
+	apply, verify, _ := operations(b)
+	inFreshNetns(b, apply, verify)
+}
+
+func BenchmarkRemove(b *testing.B) {
+	apply, _, remove := operations(b)
+	inFreshNetns(b, apply, remove)
+}
+
+// BenchmarkRunner is what entering a namespace and leaving it takes in all the others.
+func BenchmarkRunner(b *testing.B) {
+	inFreshNetns(b, nothing, func(run redirection.Runner) error { return run(func() error { return nil }) })
+}

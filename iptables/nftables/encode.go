@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nftables
+
+import (
+	"encoding/binary"
+	"fmt"
+
+	"github.com/google/nftables"
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+
+	"ambientd/iptables/redirection"
+)
+
+// batch is an nfnetlink transaction, ready to be sent to any network namespace.
+type batch struct {
+	bytes []byte
+	last  uint32   // sequence number of the message that asks for the acknowledgement
+	steps []string // by sequence number: what a message does, for errors
+}
+
+// describe says which message of the batch the kernel's error with that sequence number belongs to.
+func (b *batch) describe(sequence uint32) string {
+	if int(sequence) < len(b.steps) {
+		return b.steps[sequence]
+	}
+	return fmt.Sprintf("message %d", sequence)
+}
+
+// encodeReplacement encodes the transaction after which our table holds exactly the rules given, whatever it held before.
+// Adding the table first makes the deletion succeed where there is none; both happen at once for packets.
+func encodeReplacement(rules []redirection.Rule) (*batch, error) {
+	return encode(func(conn *nftables.Conn) error {
+		conn.AddTable(ourTable())
+		conn.DelTable(ourTable())
+		conn.CreateTable(ourTable())
+		return addRules(conn, rules)
+	})
+}
+
+// encodeCreation encodes the transaction that makes our table where there is none. With a table, it fails with EEXIST.
+func encodeCreation(rules []redirection.Rule) (*batch, error) {
+	return encode(func(conn *nftables.Conn) error {
+		conn.CreateTable(ourTable())
+		return addRules(conn, rules)
+	})
+}
+
+// encodeRemoval encodes the transaction that deletes our table. Without a table, it fails with ENOENT.
+func encodeRemoval() (*batch, error) {
+	return encode(func(conn *nftables.Conn) error {
+		conn.DelTable(ourTable())
+		return nil
+	})
+}
+
+func ourTable() *nftables.Table {
+	return &nftables.Table{Name: redirection.NFTablesTable, Family: nftables.TableFamilyINet}
+}
+
+// encode returns what build makes the library send, changed so that it can be sent as it is, and often.
+func encode(build func(*nftables.Conn) error) (*batch, error) {
+	var messages []netlink.Message
+	conn, err := nftables.New(nftables.WithTestDial(func(request []netlink.Message) ([]netlink.Message, error) {
+		messages = append(messages, request...)
+		return acknowledge(request), nil
+	}))
+	if err != nil {
+		return nil, fmt.Errorf("encoding the rules: %w", err)
+	}
+	if err := build(conn); err != nil {
+		return nil, err
+	}
+	if err := conn.Flush(); err != nil {
+		return nil, fmt.Errorf("encoding the rules: %w", err)
+	}
+	return assemble(messages)
+}
+
+// acknowledge answers for the kernel: one ACK for each message that asks for it. The library calls again, without a
+// message, for each answer that it then reads.
+func acknowledge(request []netlink.Message) []netlink.Message {
+	var acks []netlink.Message
+	for _, m := range request {
+		if m.Header.Flags&netlink.Acknowledge == 0 {
+			continue
+		}
+		acks = append(acks, netlink.Message{
+			Header: netlink.Header{Type: netlink.Error, Sequence: m.Header.Sequence, PID: m.Header.PID},
+			Data:   make([]byte, 4),
+		})
+	}
+	return acks
+}
+
+// assemble joins the messages of a transaction. Only the last one before the end of the batch asks for an ACK: 27 others
+// would have to be read, and a message that fails is reported without asking. None asks for its echo.
+func assemble(messages []netlink.Message) (*batch, error) {
+	b := &batch{last: uint32(len(messages) - 2)}
+	for i, m := range messages {
+		m.Header.Sequence = uint32(i)
+		m.Header.PID = 0
+		m.Header.Flags &^= netlink.Echo | netlink.Acknowledge
+		if uint32(i) == b.last {
+			m.Header.Flags |= netlink.Acknowledge
+		}
+		encoded, err := m.MarshalBinary()
+		if err != nil {
+			return nil, fmt.Errorf("encoding the rules: %w", err)
+		}
+		b.bytes = append(b.bytes, encoded...)
+		b.steps = append(b.steps, describeStep(m))
+	}
+	return b, nil
+}
+
+// describeStep names what a message of a batch does: "adding rule 2 of chain nat_output" would need a count that nobody
+// has at hand when it fails, so rules are named by the comment that they carry.
+func describeStep(m netlink.Message) string {
+	if len(m.Data) < nfgenHeader {
+		return "an incomplete message"
+	}
+	switch uint16(m.Header.Type) {
+	case unix.NFNL_MSG_BATCH_BEGIN:
+		return "beginning a transaction"
+	case unix.NFNL_MSG_BATCH_END:
+		return "committing the transaction"
+	case messageType(unix.NFT_MSG_NEWTABLE):
+		return "adding table inet " + redirection.NFTablesTable
+	case messageType(unix.NFT_MSG_DELTABLE):
+		return "deleting table inet " + redirection.NFTablesTable
+	case messageType(unix.NFT_MSG_NEWCHAIN):
+		return "adding chain " + text(lookup(m.Data[nfgenHeader:], unix.NFTA_CHAIN_NAME))
+	case messageType(unix.NFT_MSG_NEWRULE):
+		return fmt.Sprintf("adding %s to chain %s",
+			comment(lookup(m.Data[nfgenHeader:], unix.NFTA_RULE_USERDATA)),
+			text(lookup(m.Data[nfgenHeader:], unix.NFTA_RULE_CHAIN)))
+	default:
+		return fmt.Sprintf("message of type %#x", uint16(m.Header.Type))
+	}
+}
+
+// messageType returns the type of an nf_tables message: the subsystem in the upper byte (linux/netfilter/nfnetlink.h).
+func messageType(message uint16) uint16 { return unix.NFNL_SUBSYS_NFTABLES<<8 | message }
+
+// nativeEndian returns a number as marks and conntrack zones are compared and set: in the byte order of the machine.
+func nativeEndian(value uint32) []byte { return binary.NativeEndian.AppendUint32(nil, value) }

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nftables
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"ambientd/iptables/rawnetlink"
+)
+
+// The kernel counts the transactions of each network namespace, foreign ones included: nothing in its packet rules can
+// change while the number stays (nft_base_seq, net/netfilter/nf_tables_api.c). So "at number G this namespace held that
+// rule set" stays true for good, and asking for the number, which takes 3 µs, tells whether it still holds it.
+
+// status is what the kernel says of a namespace's packet rules without listing them.
+type status struct {
+	generation uint32
+	exists     bool // our table does
+}
+
+// readStatus asks for the generation and for our table.
+func readStatus(socket *rawnetlink.Socket) (status, error) {
+	answers, err := socket.Query(statusRequest(), 2)
+	if err != nil {
+		return status{}, fmt.Errorf("reading the generation of the packet rules: %w", err)
+	}
+	var s status
+	for len(answers) > 0 {
+		var m rawnetlink.Message
+		if m, answers, err = rawnetlink.Next(answers); err != nil {
+			return status{}, fmt.Errorf("reading the generation of the packet rules: %w", err)
+		}
+		switch err := m.Failure(); {
+		case errors.Is(err, unix.ENOENT): // there is no table of ours
+		case err != nil:
+			return status{}, fmt.Errorf("reading the generation of the packet rules: %w", err)
+		case m.Type == messageType(unix.NFT_MSG_NEWTABLE):
+			s.exists = true
+		case m.Type == messageType(unix.NFT_MSG_NEWGEN) && len(m.Payload) >= nfgenHeader:
+			s.generation = bigEndian(lookup(m.Payload[nfgenHeader:], unix.NFTA_GEN_ID))
+		}
+	}
+	return s, nil
+}
+
+func statusRequest() []byte {
+	b := rawnetlink.AppendMessage(make([]byte, 0, 64), rawnetlink.Message{
+		Type: messageType(unix.NFT_MSG_GETTABLE), Flags: unix.NLM_F_REQUEST, Payload: ofOurTable(unix.NFTA_TABLE_NAME),
+	})
+	return rawnetlink.AppendMessage(b, rawnetlink.Message{
+		Type: messageType(unix.NFT_MSG_GETGEN), Flags: unix.NLM_F_REQUEST,
+		Payload: binary.BigEndian.AppendUint32(nil, 0), // no family
+	})
+}
+
+// maxSightings bounds the memory of namespaces, some of which go without a word.
+const maxSightings = 4096
+
+// sightings remembers which namespace held which rule set at which generation. Its zero value is empty and ready. It may
+// be used concurrently.
+type sightings struct {
+	mu   sync.Mutex
+	seen map[uint64]sighting // by netns cookie
+}
+
+type sighting struct {
+	generation uint32
+	set        *ruleSet
+}
+
+// record notes that the namespace held the rule set at that generation.
+func (s *sightings) record(cookie uint64, generation uint32, set *ruleSet) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.seen) >= maxSightings || s.seen == nil {
+		s.seen = map[uint64]sighting{} // each one forgotten costs one full comparison
+	}
+	s.seen[cookie] = sighting{generation: generation, set: set}
+}
+
+// holds reports whether the namespace is known to have held the rule set at that generation.
+func (s *sightings) holds(cookie uint64, generation uint32, set *ruleSet) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.seen[cookie] == sighting{generation: generation, set: set}
+}
+
+// forget drops what is known of the namespace.
+func (s *sightings) forget(cookie uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.seen, cookie)
+}

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package nftables programs redirection into network namespaces through netlink, without a child process. It owns one
+// table, "inet ambientd", and renders the model of package redirection into it. It refuses to touch anything outside
+// that table except, through package policyroute, the policy rule and the route.
+//
+// # How it is fast
+//
+// The messages of a rule set depend on the options and on the families alone, so they are encoded once, by
+// google/nftables, and sent to every namespace as they are: one system call carries the whole transaction, one reads the
+// answer. Only opening the sockets happens inside the namespace. Verification asks for the generation number of the
+// namespace's rules; if it is another than when they were last seen to be right, our table is read as raw messages,
+// compared with bytes that an earlier comparison found to mean the same, and else expression by expression.
+//
+// # What is atomic
+//
+// The table is replaced in one transaction: packets see the old rules or the new ones. Policy rule and route are added
+// before it, harmless while no rule sets their mark, and taken back if the transaction fails; on removal they go after
+// the table.
+package nftables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"golang.org/x/sys/unix"
+
+	"ambientd/iptables/policyroute"
+	"ambientd/iptables/rawnetlink"
+	"ambientd/iptables/redirection"
+)
+
+// Backend applies, verifies and removes redirection. It may be used concurrently, for different network namespaces and
+// for the same one.
+type Backend struct {
+	sockets *rawnetlink.Sockets
+	removal *batch
+	rules   cache
+	seen    sightings
+}
+
+// New returns a ready backend. It does not look at the kernel.
+func New() (*Backend, error) {
+	removal, err := encodeRemoval()
+	if err != nil {
+		return nil, err
+	}
+	return &Backend{sockets: rawnetlink.New(), removal: removal}, nil
+}
+
+// Apply makes redirection in the namespace that run enters exactly what the options call for, whatever was there of ours
+// before, and returns the families that it covers: those allowed that the namespace has. Applying again changes nothing
+// for packets. On an error the packet rules are as they were, and what was added of policy rule and route is taken back.
+func (b *Backend) Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, error) {
+	if err := opts.Validate(); err != nil {
+		return 0, fmt.Errorf("redirection options: %w", err)
+	}
+	if err := ctx.Err(); err != nil {
+		return 0, err
+	}
+	var families redirection.Families
+	err := b.within(run, func(c *conn) error {
+		state, err := c.route.Read()
+		if err != nil {
+			return err
+		}
+		families = state.Families(opts.Allowed())
+		set, err := b.rules.get(opts, families)
+		if err != nil {
+			return err
+		}
+		undo, err := c.route.Apply(state, families)
+		if err != nil {
+			return err
+		}
+		if err := b.install(c, set); err != nil {
+			return errors.Join(err, undo.Undo())
+		}
+		return nil
+	})
+	if err != nil {
+		return 0, fmt.Errorf("applying redirection (nftables): %w", err)
+	}
+	return families, nil
+}
+
+// Verify compares what the kernel has in the namespace that run enters with what the options call for, without writing.
+// It returns the families that redirection should cover there, and every difference.
+func (b *Backend) Verify(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, []redirection.Difference, error) {
+	if err := opts.Validate(); err != nil {
+		return 0, nil, fmt.Errorf("redirection options: %w", err)
+	}
+	if err := ctx.Err(); err != nil {
+		return 0, nil, err
+	}
+	var families redirection.Families
+	var found []redirection.Difference
+	err := b.within(run, func(c *conn) error {
+		state, err := c.route.Read()
+		if err != nil {
+			return err
+		}
+		families = state.Families(opts.Allowed())
+		set, err := b.rules.get(opts, families)
+		if err != nil {
+			return err
+		}
+		if found, err = b.compare(c, set); err != nil {
+			return err
+		}
+		found = append(found, state.Differences(families)...)
+		return nil
+	})
+	if err != nil {
+		return 0, nil, fmt.Errorf("verifying redirection (nftables): %w", err)
+	}
+	return families, found, nil
+}
+
+// Remove deletes our table, policy rules and routes in the namespace that run enters. Where there are none it succeeds.
+func (b *Backend) Remove(ctx context.Context, run redirection.Runner) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	err := b.within(run, func(c *conn) error {
+		b.seen.forget(c.cookie)
+		// Each of the two is worth doing though the other failed.
+		err := commit(c.packet, b.removal)
+		if errors.Is(err, unix.ENOENT) {
+			err = nil
+		}
+		return errors.Join(err, removePolicyRouting(c.route))
+	})
+	if err != nil {
+		return fmt.Errorf("removing redirection (nftables): %w", err)
+	}
+	return nil
+}
+
+func removePolicyRouting(route *policyroute.Conn) error {
+	state, err := route.Read()
+	if err != nil {
+		return err
+	}
+	return route.Remove(state)
+}
+
+// install makes the namespace hold the rule set, unless it is known to.
+func (b *Backend) install(c *conn, set *ruleSet) error {
+	before, err := readStatus(c.packet)
+	if err != nil {
+		return err
+	}
+	if b.seen.holds(c.cookie, before.generation, set) {
+		return nil
+	}
+	if err := set.install(c.packet, before.exists); err != nil {
+		return err
+	}
+	if set.good.Load() == nil {
+		// No kernel has been seen yet to make of these messages what they are meant to say: let Verify look.
+		return nil
+	}
+	after, err := readStatus(c.packet)
+	if err == nil && after.generation == before.generation+1 {
+		b.seen.record(c.cookie, after.generation, set) // ours was the only transaction
+	}
+	return nil
+}
+
+// compare returns in what the namespace's packet rules differ from the rule set.
+func (b *Backend) compare(c *conn, set *ruleSet) ([]redirection.Difference, error) {
+	before, err := readStatus(c.packet)
+	if err != nil {
+		return nil, err
+	}
+	if b.seen.holds(c.cookie, before.generation, set) {
+		return nil, nil
+	}
+	found, err := set.compare(c.packet)
+	if err != nil || len(found) > 0 {
+		return found, err
+	}
+	after, err := readStatus(c.packet)
+	if err != nil {
+		return nil, err
+	}
+	if after.generation == before.generation {
+		b.seen.record(c.cookie, after.generation, set)
+	}
+	return nil, nil
+}
+
+// conn reaches one network namespace for one operation.
+type conn struct {
+	cookie uint64 // of the namespace
+	packet *rawnetlink.Socket
+	route  *policyroute.Conn
+}
+
+// within opens the sockets inside the namespace that run enters, calls fn outside of it, and closes them.
+func (b *Backend) within(run redirection.Runner, fn func(*conn) error) (err error) {
+	opened, err := b.sockets.Open(run, unix.NETLINK_NETFILTER, unix.NETLINK_ROUTE)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, b.sockets.Close(opened...)) }()
+	c := &conn{packet: opened[0]}
+	if c.cookie, err = c.packet.NetnsCookie(); err != nil {
+		return err
+	}
+	if c.route, err = policyroute.New(opened[1]); err != nil {
+		return err
+	}
+	return fn(c)
+}

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nftables
+
+import (
+	"encoding/binary"
+	"fmt"
+	"net"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/expr"
+	"github.com/google/nftables/userdata"
+	"golang.org/x/sys/unix"
+
+	"ambientd/iptables/redirection"
+)
+
+// register is the one that every expression loads to and reads from: rules compare one value at a time.
+const register = unix.NFT_REG_1
+
+// natPriority is one before where nat prerouting and output are by custom, so that our chains decide before those of
+// others, legacy iptables included: at equal priority the chain that was registered later would win. The kernel refuses
+// NAT at -200 and before.
+const natPriority = -101
+
+// chainName returns the name of a chain of the model in our table, such as "nat_output".
+func chainName(c redirection.Chain) string { return string(c.Table) + "_" + string(c.Hook) }
+
+// baseChain returns the chain with type and priority.
+func baseChain(c redirection.Chain) (*nftables.Chain, error) {
+	accept := nftables.ChainPolicyAccept
+	chain := &nftables.Chain{Name: chainName(c), Table: ourTable(), Type: nftables.ChainTypeFilter, Policy: &accept}
+	switch c.Hook {
+	case redirection.Prerouting:
+		chain.Hooknum = nftables.ChainHookPrerouting
+	case redirection.Output:
+		chain.Hooknum = nftables.ChainHookOutput
+	default:
+		return nil, fmt.Errorf("rendering chain %s: unknown hook", c)
+	}
+	switch c.Table {
+	case redirection.Raw: // before conntrack, as setting a zone must be
+		chain.Priority = nftables.ChainPriorityRaw
+	case redirection.Mangle:
+		chain.Priority = nftables.ChainPriorityMangle
+		if c.Hook == redirection.Output {
+			// Only a chain of type route makes the kernel look up the route again after the mark has changed.
+			chain.Type = nftables.ChainTypeRoute
+		}
+	case redirection.NAT:
+		chain.Priority = nftables.ChainPriorityRef(natPriority)
+		chain.Type = nftables.ChainTypeNAT
+	default:
+		return nil, fmt.Errorf("rendering chain %s: unknown table", c)
+	}
+	return chain, nil
+}
+
+// addRules adds the rules, and each chain before its first rule.
+func addRules(conn *nftables.Conn, rules []redirection.Rule) error {
+	chains := map[redirection.Chain]*nftables.Chain{}
+	for _, rule := range rules {
+		if chains[rule.Chain] != nil {
+			continue
+		}
+		chain, err := baseChain(rule.Chain)
+		if err != nil {
+			return err
+		}
+		chains[rule.Chain] = conn.AddChain(chain)
+	}
+	for _, rule := range rules {
+		verdict, err := renderVerdict(rule.Verdict)
+		if err != nil {
+			return fmt.Errorf("rendering row %d: %w", rule.Row, err)
+		}
+		conn.AddRule(&nftables.Rule{
+			Table:    ourTable(),
+			Chain:    chains[rule.Chain],
+			Exprs:    append(renderMatch(rule), verdict...),
+			UserData: userdata.AppendString(nil, userdata.TypeComment, fmt.Sprintf("row %d", rule.Row)),
+		})
+	}
+	return nil
+}
+
+// renderMatch returns the expressions that a packet must pass, the cheap and telling ones first.
+func renderMatch(rule redirection.Rule) []expr.Any {
+	var e expressions
+	m := rule.Match
+	if rule.Families != redirection.DualStack {
+		// A table of family inet sees both.
+		e.compare(&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: register}, false, []byte{protocolFamily(rule.Families)})
+	}
+	e.interfaceName(expr.MetaKeyIIFNAME, m.In)
+	e.interfaceName(expr.MetaKeyOIFNAME, m.Out)
+	e.address(m.Source, 12, 8)
+	e.address(m.Destination, 16, 24)
+	if m.Protocol != redirection.AnyProtocol {
+		e.compare(&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register}, false, []byte{byte(m.Protocol)})
+	}
+	e.port(m.SourcePort, 0)
+	e.port(m.DestinationPort, 2)
+	e.mark(&expr.Meta{Key: expr.MetaKeyMARK, Register: register}, m.PacketMark)
+	e.mark(&expr.Ct{Key: expr.CtKeyMARK, Register: register}, m.ConnMark)
+	return e
+}
+
+// expressions is a rule under construction.
+type expressions []expr.Any
+
+// compare loads a value and lets the packet pass if it is, or with not is not, as wanted.
+func (e *expressions) compare(load expr.Any, not bool, want []byte) {
+	*e = append(*e, load)
+	e.decide(not, want)
+}
+
+// masked likewise compares a part of the value.
+func (e *expressions) masked(load expr.Any, mask []byte, not bool, want []byte) {
+	*e = append(*e, load, &expr.Bitwise{
+		SourceRegister: register, DestRegister: register, Len: uint32(len(mask)), Mask: mask, Xor: make([]byte, len(mask)),
+	})
+	e.decide(not, want)
+}
+
+func (e *expressions) decide(not bool, want []byte) {
+	op := expr.CmpOpEq
+	if not {
+		op = expr.CmpOpNeq
+	}
+	*e = append(*e, &expr.Cmp{Op: op, Register: register, Data: want})
+}
+
+func (e *expressions) interfaceName(key expr.MetaKey, m redirection.InterfaceMatch) {
+	if m.Name == "" {
+		return
+	}
+	name := make([]byte, unix.IFNAMSIZ) // all of it: a shorter comparison would match a prefix
+	copy(name, m.Name)
+	e.compare(&expr.Meta{Key: key, Register: register}, m.Not, name)
+}
+
+// address compares an address at the offset that it has in the header of its family.
+func (e *expressions) address(m redirection.AddressMatch, offsetIPv4, offsetIPv6 uint32) {
+	if !m.Prefix.IsValid() {
+		return
+	}
+	want := m.Prefix.Masked().Addr().AsSlice()
+	load := &expr.Payload{
+		Base: expr.PayloadBaseNetworkHeader, Offset: offsetIPv4, Len: uint32(len(want)), DestRegister: register,
+	}
+	if m.Prefix.Addr().Is6() {
+		load.Offset = offsetIPv6
+	}
+	if m.Prefix.IsSingleIP() {
+		e.compare(load, m.Not, want)
+		return
+	}
+	e.masked(load, net.CIDRMask(m.Prefix.Bits(), 8*len(want)), m.Not, want)
+}
+
+// port compares a port of TCP or UDP; both have the source's at offset 0 and the destination's at 2.
+func (e *expressions) port(m redirection.PortMatch, offset uint32) {
+	if m.Port == 0 {
+		return
+	}
+	e.compare(&expr.Payload{Base: expr.PayloadBaseTransportHeader, Offset: offset, Len: 2, DestRegister: register},
+		m.Not, binary.BigEndian.AppendUint16(nil, m.Port))
+}
+
+func (e *expressions) mark(load expr.Any, m redirection.MarkMatch) {
+	if m.Mark.Mask == 0 {
+		return
+	}
+	e.masked(load, nativeEndian(m.Mark.Mask), m.Not, nativeEndian(m.Mark.Value))
+}
+
+func renderVerdict(v redirection.Verdict) ([]expr.Any, error) {
+	switch v.Action {
+	case redirection.Accept:
+		return []expr.Any{&expr.Verdict{Kind: expr.VerdictAccept}}, nil
+	case redirection.Redirect:
+		return []expr.Any{
+			&expr.Immediate{Register: register, Data: binary.BigEndian.AppendUint16(nil, v.Port)},
+			&expr.Redir{RegisterProtoMin: register, Flags: unix.NF_NAT_RANGE_PROTO_SPECIFIED},
+		}, nil
+	case redirection.SetConnMark:
+		return []expr.Any{
+			&expr.Ct{Key: expr.CtKeyMARK, Register: register},
+			&expr.Bitwise{
+				SourceRegister: register, DestRegister: register, Len: 4,
+				Mask: nativeEndian(^v.Mark.Mask), Xor: nativeEndian(v.Mark.Value),
+			},
+			&expr.Ct{Key: expr.CtKeyMARK, Register: register, SourceRegister: true},
+		}, nil
+	case redirection.RestoreMark:
+		return []expr.Any{
+			&expr.Ct{Key: expr.CtKeyMARK, Register: register},
+			&expr.Meta{Key: expr.MetaKeyMARK, Register: register, SourceRegister: true},
+		}, nil
+	case redirection.SetZone:
+		return []expr.Any{
+			&expr.Immediate{Register: register, Data: binary.NativeEndian.AppendUint16(nil, v.Zone)},
+			&expr.Ct{Key: expr.CtKeyZONE, Register: register, SourceRegister: true},
+		}, nil
+	default:
+		return nil, fmt.Errorf("unknown verdict %s", v)
+	}
+}
+
+// protocolFamily returns the NFPROTO_ number of a single family.
+func protocolFamily(family redirection.Families) byte {
+	if family == redirection.IPv4 {
+		return unix.NFPROTO_IPV4
+	}
+	return unix.NFPROTO_IPV6
+}

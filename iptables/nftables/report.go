@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nftables
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"ambientd/iptables/rawnetlink"
+	"ambientd/iptables/redirection"
+)
+
+// report is what the kernel says of our table, as it says it.
+type report struct {
+	objects []byte // our table, and the chains of all tables of its family
+	rules   []byte // of our table
+}
+
+// readAttempts bounds how often a read starts again because of a change meanwhile.
+const readAttempts = 5
+
+// read returns a consistent report. It fails with ENOENT if there is no table of ours.
+func read(socket *rawnetlink.Socket) (report, error) {
+	for range readAttempts {
+		r, err := readOnce(socket)
+		if !errors.Is(err, rawnetlink.ErrInterrupted) {
+			return r, err
+		}
+	}
+	return report{}, fmt.Errorf("%w, %d times in a row", rawnetlink.ErrInterrupted, readAttempts)
+}
+
+func readOnce(socket *rawnetlink.Socket) (report, error) {
+	objects, err := socket.Dump(objectsRequest())
+	if err != nil {
+		return report{}, err
+	}
+	rules, err := socket.Dump(rulesRequest())
+	if err != nil {
+		return report{}, err
+	}
+	r := report{objects: objects, rules: rules}
+	if !r.sameGeneration() {
+		return report{}, rawnetlink.ErrInterrupted
+	}
+	return r, nil
+}
+
+// sameGeneration reports whether all messages are from one generation of the namespace's rules: nfgenmsg.res_id holds
+// the lower 16 bits of its number.
+func (r report) sameGeneration() bool {
+	var generation []byte
+	for _, part := range [][]byte{r.objects, r.rules} {
+		for len(part) > 0 {
+			m, rest, err := rawnetlink.Next(part)
+			if err != nil || len(m.Payload) < nfgenHeader {
+				return false
+			}
+			if generation == nil {
+				generation = m.Payload[2:4]
+			}
+			if !bytes.Equal(generation, m.Payload[2:4]) {
+				return false
+			}
+			part = rest
+		}
+	}
+	return true
+}
+
+// equal reports whether two reports say the same, handles included, apart from what differs between namespaces that hold
+// the same rules: the generation, and the handle of the table.
+func (r report) equal(other report) bool {
+	return sameMessages(r.objects, other.objects) && sameMessages(r.rules, other.rules)
+}
+
+func sameMessages(a, b []byte) bool {
+	for {
+		messageA, restA, okA := nextOurs(a)
+		messageB, restB, okB := nextOurs(b)
+		if !okA || !okB {
+			return okA == okB
+		}
+		if messageA.Type != messageB.Type {
+			return false
+		}
+		bodyA, bodyB := messageA.Payload[nfgenHeader:], messageB.Payload[nfgenHeader:]
+		if messageA.Type == messageType(unix.NFT_MSG_NEWTABLE) {
+			if !sameTable(bodyA, bodyB) {
+				return false
+			}
+		} else if !bytes.Equal(bodyA, bodyB) {
+			return false
+		}
+		a, b = restA, restB
+	}
+}
+
+// sameTable compares what decode takes of a table.
+func sameTable(a, b []byte) bool {
+	for _, kind := range []uint16{unix.NFTA_TABLE_FLAGS, unix.NFTA_TABLE_USE} {
+		if !bytes.Equal(lookup(a, kind), lookup(b, kind)) {
+			return false
+		}
+	}
+	return true
+}
+
+// nextOurs returns the first message about our table and what follows it; false when there is none, or a broken one,
+// which the full comparison will report.
+func nextOurs(b []byte) (rawnetlink.Message, []byte, bool) {
+	for len(b) > 0 {
+		m, rest, err := rawnetlink.Next(b)
+		if err != nil {
+			return rawnetlink.Message{}, nil, false
+		}
+		if isOurs(m) {
+			return m, rest, true
+		}
+		b = rest
+	}
+	return rawnetlink.Message{}, nil, false
+}
+
+// isOurs reports whether a message is about our table or something in it. Its name is attribute 1 of all three kinds.
+func isOurs(m rawnetlink.Message) bool {
+	if len(m.Payload) < nfgenHeader || m.Payload[0] != unix.NFPROTO_INET {
+		return false
+	}
+	return string(lookup(m.Payload[nfgenHeader:], unix.NFTA_TABLE_NAME)) == redirection.NFTablesTable+"\x00"
+}
+
+// clone returns a copy that does not alias the socket's buffer.
+func (r report) clone() *report {
+	return &report{objects: bytes.Clone(r.objects), rules: bytes.Clone(r.rules)}
+}
+
+func (r report) decode() (*table, error) { return decode(slices.Concat(r.objects, r.rules)) }
+
+// nfgenHeader is the length of struct nfgenmsg: family, version, and 16 bits that answers use for the generation.
+const nfgenHeader = 4
+
+// objectsRequest asks for our table and for the chains of all tables of its family. Chains cannot be asked for by table;
+// a pod's namespace holds few others.
+func objectsRequest() []byte {
+	b := rawnetlink.AppendMessage(make([]byte, 0, 64), rawnetlink.Message{
+		Type: messageType(unix.NFT_MSG_GETTABLE), Flags: unix.NLM_F_REQUEST, Payload: ofOurTable(unix.NFTA_TABLE_NAME),
+	})
+	return rawnetlink.AppendMessage(b, rawnetlink.Message{
+		Type: messageType(unix.NFT_MSG_GETCHAIN), Flags: unix.NLM_F_REQUEST | unix.NLM_F_DUMP, Payload: ofFamily(),
+	})
+}
+
+// rulesRequest asks for the rules of our table.
+func rulesRequest() []byte {
+	return rawnetlink.AppendMessage(make([]byte, 0, 48), rawnetlink.Message{
+		Type: messageType(unix.NFT_MSG_GETRULE), Flags: unix.NLM_F_REQUEST | unix.NLM_F_DUMP,
+		Payload: ofOurTable(unix.NFTA_RULE_TABLE),
+	})
+}
+
+func ofFamily() []byte { return []byte{unix.NFPROTO_INET, unix.NFNETLINK_V0, 0, 0} }
+
+func ofOurTable(attribute uint16) []byte {
+	return rawnetlink.AppendAttribute(ofFamily(), rawnetlink.Attribute{
+		Type: attribute, Data: []byte(redirection.NFTablesTable + "\x00"),
+	})
+}

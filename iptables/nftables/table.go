@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nftables
+
+import (
+	"fmt"
+
+	"golang.org/x/sys/unix"
+
+	"ambientd/iptables/rawnetlink"
+	"ambientd/iptables/redirection"
+)
+
+// table is our table as text: what was sent, or what the kernel reports.
+type table struct {
+	flags  uint32 // NFT_TABLE_F_DORMANT switches all of it off
+	chains []chain
+	others int // objects in the table that are no chains: sets, flow tables, stateful objects
+}
+
+type chain struct {
+	name  string
+	base  string // hook, type, priority and policy; empty for a chain that only jumps reach
+	rules []rule
+}
+
+type rule struct {
+	comment     string
+	expressions string
+}
+
+// decode reads messages that make, or report, tables, chains and rules, and takes up what belongs to our table.
+func decode(messages []byte) (*table, error) {
+	t := &table{}
+	uses := 0
+	for len(messages) > 0 {
+		m, rest, err := rawnetlink.Next(messages)
+		if err != nil {
+			return nil, err
+		}
+		messages = rest
+		if !isOurs(m) {
+			continue
+		}
+		f, err := fieldsOf(m.Payload[nfgenHeader:])
+		if err != nil {
+			return nil, err
+		}
+		switch m.Type {
+		case messageType(unix.NFT_MSG_NEWTABLE):
+			t.flags = f.number(unix.NFTA_TABLE_FLAGS)
+			uses = int(f.number(unix.NFTA_TABLE_USE))
+		case messageType(unix.NFT_MSG_NEWCHAIN):
+			c, err := decodeChain(f)
+			if err != nil {
+				return nil, err
+			}
+			t.chains = append(t.chains, c)
+		case messageType(unix.NFT_MSG_NEWRULE):
+			if err := t.addRule(f); err != nil {
+				return nil, err
+			}
+		}
+	}
+	t.others = max(0, uses-len(t.chains))
+	return t, nil
+}
+
+func decodeChain(f fields) (chain, error) {
+	c := chain{name: text(f[unix.NFTA_CHAIN_NAME])}
+	if f[unix.NFTA_CHAIN_HOOK] == nil {
+		return c, nil
+	}
+	hook, err := fieldsOf(f[unix.NFTA_CHAIN_HOOK])
+	if err != nil {
+		return chain{}, err
+	}
+	c.base = fmt.Sprintf("type %s hook %s priority %d policy %s", text(f[unix.NFTA_CHAIN_TYPE]),
+		hookName(hook.number(unix.NFTA_HOOK_HOOKNUM)), int32(hook.number(unix.NFTA_HOOK_PRIORITY)),
+		verdictName(f[unix.NFTA_CHAIN_POLICY]))
+	if flags := f.number(chainFlags) &^ chainFlagBase; flags != 0 {
+		c.base += fmt.Sprintf(" flags %#x", flags)
+	}
+	return c, nil
+}
+
+// From linux/netfilter/nf_tables.h; package unix does not have them.
+const (
+	chainFlags    = 10 // NFTA_CHAIN_FLAGS
+	chainFlagBase = 1  // NFT_CHAIN_BASE, which newer kernels report for every chain with a hook
+)
+
+func hookName(number uint32) string {
+	switch number {
+	case unix.NF_INET_PRE_ROUTING:
+		return string(redirection.Prerouting)
+	case unix.NF_INET_LOCAL_OUT:
+		return string(redirection.Output)
+	default:
+		return fmt.Sprintf("number %d", number)
+	}
+}
+
+func (t *table) addRule(f fields) error {
+	expressions, err := describeExpressions(f[unix.NFTA_RULE_EXPRESSIONS])
+	if err != nil {
+		return err
+	}
+	r := rule{comment: comment(f[unix.NFTA_RULE_USERDATA]), expressions: expressions}
+	name := text(f[unix.NFTA_RULE_CHAIN])
+	for i := range t.chains {
+		if t.chains[i].name == name {
+			t.chains[i].rules = append(t.chains[i].rules, r)
+			return nil
+		}
+	}
+	return fmt.Errorf("a rule of chain %q, which was not listed", name)
+}
+
+// differences returns in what got is not want.
+func differences(want, got *table) []redirection.Difference {
+	var found []redirection.Difference
+	add := func(what, want, got string) {
+		found = append(found, redirection.Difference{What: what, Want: want, Got: got})
+	}
+	if got.flags != want.flags {
+		add("table "+redirection.NFTablesTable, fmt.Sprintf("flags %#x", want.flags), fmt.Sprintf("flags %#x", got.flags))
+	}
+	if got.others > 0 {
+		add("table "+redirection.NFTablesTable, "", fmt.Sprintf("sets or other objects in it: %d", got.others))
+	}
+	for _, w := range want.chains {
+		g, ok := got.chain(w.name)
+		switch {
+		case !ok:
+			add("chain "+w.name, w.base, "")
+			continue
+		case g.base != w.base:
+			add("chain "+w.name, w.base, orText(g.base, "no hook"))
+		}
+		for _, edit := range edits(w.rules, g.rules) {
+			add("rule of chain "+w.name, edit.want, edit.got)
+		}
+	}
+	for _, g := range got.chains {
+		if _, ok := want.chain(g.name); !ok {
+			add("chain "+g.name, "", fmt.Sprintf("%s with %d rules", orText(g.base, "no hook"), len(g.rules)))
+		}
+	}
+	return found
+}
+
+func (t *table) chain(name string) (chain, bool) {
+	for _, c := range t.chains {
+		if c.name == name {
+			return c, true
+		}
+	}
+	return chain{}, false
+}
+
+func orText(s, otherwise string) string {
+	if s == "" {
+		return otherwise
+	}
+	return s
+}
+
+// edit is a rule that is missing (got is empty) or should not be there (want is empty).
+type edit struct{ want, got string }
+
+// edits returns the shortest list of rules to add and to take away that turns got into want, in order. Comments do not
+// count. Both lists are short, so the table of longest common subsequences is small.
+func edits(want, got []rule) []edit {
+	common := make([][]int, len(want)+1)
+	for i := range common {
+		common[i] = make([]int, len(got)+1)
+	}
+	for i := len(want) - 1; i >= 0; i-- {
+		for j := len(got) - 1; j >= 0; j-- {
+			if want[i].expressions == got[j].expressions {
+				common[i][j] = common[i+1][j+1] + 1
+			} else {
+				common[i][j] = max(common[i+1][j], common[i][j+1])
+			}
+		}
+	}
+	var found []edit
+	for i, j := 0, 0; i < len(want) || j < len(got); {
+		switch {
+		case i < len(want) && j < len(got) && want[i].expressions == got[j].expressions:
+			i, j = i+1, j+1
+		case j == len(got) || i < len(want) && common[i+1][j] >= common[i][j+1]:
+			found = append(found, edit{want: want[i].String()})
+			i++
+		default:
+			found = append(found, edit{got: got[j].String()})
+			j++
+		}
+	}
+	return found
+}
+
+// String returns the rule with the comment that says which row it is.
+func (r rule) String() string { return r.comment + ": " + r.expressions }
