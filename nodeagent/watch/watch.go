@@ -168,6 +168,9 @@ func (s *Server) serve(stop, work context.Context, conn *net.UnixConn) {
 	start := time.Now()
 	reply, hungUp := s.handle(work, conn, req, netns)
 	err = s.reply(conn, reply)
+	if errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNRESET) {
+		hungUp, err = true, nil // between the end of the watch and the reply
+	}
 	s.log(req, reply, time.Since(start), hungUp, err)
 }
 
@@ -307,7 +310,7 @@ func (s *Server) log(req podevent.Request, reply podevent.Reply, took time.Durat
 	if hungUp {
 		attrs = append(attrs, slog.Bool("hung-up", true))
 	}
-	if replyErr != nil && !hungUp {
+	if replyErr != nil {
 		level = slog.LevelWarn
 		attrs = append(attrs, slog.String("reply-err", replyErr.Error()))
 	}
