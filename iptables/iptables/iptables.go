@@ -19,6 +19,7 @@ package iptables
 import (
 	"context"
 	"errors"
+	"fmt"
 
 	"golang.org/x/sys/unix"
 
@@ -50,7 +51,7 @@ func (b *Backend) Variant() Variant { return b.variant }
 // Remove.
 func (b *Backend) Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (families redirection.Families, err error) {
 	if err := opts.Validate(); err != nil {
-		return 0, err
+		return 0, fmt.Errorf("redirection options: %w", err)
 	}
 	err = b.policyRouting(run, func(conn *policyroute.Conn, state *policyroute.State) error {
 		families = state.Families(opts.Allowed())
@@ -64,7 +65,7 @@ func (b *Backend) Apply(ctx context.Context, run redirection.Runner, opts redire
 		return nil
 	})
 	if err != nil {
-		return 0, err
+		return 0, fmt.Errorf("applying redirection (iptables, variant %s): %w", b.variant, err)
 	}
 	return families, nil
 }
@@ -111,33 +112,46 @@ func (b *Backend) applyFamily(ctx context.Context, run redirection.Runner, opts 
 // for there. It reads only, with one iptables-save per family.
 func (b *Backend) Verify(ctx context.Context, run redirection.Runner, opts redirection.Options) (families redirection.Families, differences []redirection.Difference, err error) {
 	if err := opts.Validate(); err != nil {
-		return 0, nil, err
+		return 0, nil, fmt.Errorf("redirection options: %w", err)
 	}
 	err = b.policyRouting(run, func(_ *policyroute.Conn, state *policyroute.State) error {
 		families = state.Families(opts.Allowed())
 		differences = state.Differences(families)
 		return nil
 	})
-	if err != nil {
-		return 0, nil, err
-	}
 	for _, family := range redirection.DualStack.Each() {
-		var want ruleset // empty for a family that the netns or the options lack
-		if families.Has(family) {
-			if want, err = render(opts, family); err != nil {
-				return 0, nil, err
-			}
-		}
-		got, err := b.programs[family].save(ctx, run)
 		if err != nil {
-			return 0, nil, err
+			break
 		}
-		for _, d := range compare(got, want) {
-			d.Family = family
-			differences = append(differences, d)
-		}
+		var found []redirection.Difference
+		found, err = b.verifyFamily(ctx, run, opts, families, family)
+		differences = append(differences, found...)
+	}
+	if err != nil {
+		return 0, nil, fmt.Errorf("verifying redirection (iptables, variant %s): %w", b.variant, err)
 	}
 	return families, differences, nil
+}
+
+// verifyFamily compares the rules of one family, which should be none unless it is
+// among families.
+func (b *Backend) verifyFamily(ctx context.Context, run redirection.Runner, opts redirection.Options, families, family redirection.Families) ([]redirection.Difference, error) {
+	var want ruleset
+	if families.Has(family) {
+		var err error
+		if want, err = render(opts, family); err != nil {
+			return nil, err
+		}
+	}
+	got, err := b.programs[family].save(ctx, run)
+	if err != nil {
+		return nil, err
+	}
+	differences := compare(got, want)
+	for i := range differences {
+		differences[i].Family = family
+	}
+	return differences, nil
 }
 
 // Remove takes out everything of ours, however little of it is there: chains,
@@ -151,7 +165,10 @@ func (b *Backend) Remove(ctx context.Context, run redirection.Runner) error {
 	errs = append(errs, b.policyRouting(run, func(conn *policyroute.Conn, state *policyroute.State) error {
 		return conn.Remove(state)
 	}))
-	return errors.Join(errs...)
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("removing redirection (iptables, variant %s): %w", b.variant, err)
+	}
+	return nil
 }
 
 func (b *Backend) removeFamily(ctx context.Context, run redirection.Runner, family redirection.Families) error {

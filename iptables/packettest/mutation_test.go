@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package packettest_test
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+
+	nft "github.com/google/nftables"
+	"github.com/google/nftables/userdata"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"ambientd/iptables/nftables"
+	"ambientd/iptables/redirection"
+	"ambientd/tools/netnstest"
+)
+
+// TestEveryRowCounts takes each row out of the kernel in turn: the flows that name
+// it must then end elsewhere. So each row is needed, and the table would notice if
+// a backend rendered it without effect.
+func TestEveryRowCounts(t *testing.T) {
+	netnstest.Require(t)
+	b, err := nftables.New()
+	if err != nil {
+		t.Fatal(err)
+	}
+	networks := map[string]*network{}
+	covered := map[int]bool{}
+	for _, fl := range flows() {
+		if len(fl.rows) == 0 {
+			continue
+		}
+		n := networks[fl.opts.Key()]
+		if n == nil {
+			n = newNetwork(t, nil)
+			networks[fl.opts.Key()] = n
+		}
+		for _, row := range fl.rows {
+			covered[row] = true
+			apply(t, b, n, fl.opts, redirection.DualStack)
+			deleteRow(t, n, row)
+			expectElsewhere(t, n, fl, fmt.Sprintf("without row %d", row))
+		}
+	}
+	for _, rule := range redirection.Rules(with(reroute), redirection.DualStack) {
+		if !covered[rule.Row] {
+			t.Errorf("no flow shows what row %d is for", rule.Row)
+		}
+	}
+}
+
+// TestPolicyRoutingCounts does the same with the policy rule and the route.
+func TestPolicyRoutingCounts(t *testing.T) {
+	netnstest.Require(t)
+	b, err := nftables.New()
+	if err != nil {
+		t.Fatal(err)
+	}
+	fl := flows()[slices.IndexFunc(flows(), func(fl flow) bool { return slices.Contains(fl.rows, 6) })]
+	n := newNetwork(t, nil)
+	for _, part := range []struct {
+		name   string
+		remove func(family int) error
+	}{
+		{"policy rule", func(family int) error {
+			rules, err := netlink.RuleList(family)
+			for _, r := range rules {
+				if r.Priority == int(redirection.RulePriority) {
+					return netlink.RuleDel(&r)
+				}
+			}
+			return fmt.Errorf("no such rule: %w", err)
+		}},
+		{"route", func(family int) error {
+			routes, err := netlink.RouteListFiltered(family, &netlink.Route{Table: int(redirection.RouteTable)}, netlink.RT_FILTER_TABLE)
+			if err != nil || len(routes) != 1 {
+				return fmt.Errorf("%d routes: %w", len(routes), err)
+			}
+			return netlink.RouteDel(&routes[0])
+		}},
+	} {
+		apply(t, b, n, fl.opts, redirection.DualStack)
+		n.pod.Do(t, func() error {
+			for _, family := range []int{unix.AF_INET, unix.AF_INET6} {
+				if err := part.remove(family); err != nil {
+					return fmt.Errorf("removing the %s: %w", part.name, err)
+				}
+			}
+			return nil
+		})
+		expectElsewhere(t, n, fl, "without the "+part.name)
+	}
+}
+
+func expectElsewhere(t *testing.T, n *network, fl flow, without string) {
+	for _, f := range redirection.DualStack.Each() {
+		t.Run(fl.name+"/"+without+"/"+f.String(), func(t *testing.T) {
+			if got := fl.run(t, n, f); got.at == fl.at {
+				t.Errorf("it still ended at %+v", got)
+			}
+		})
+	}
+}
+
+// deleteRow deletes the rules of one row from our nftables table, where a comment
+// says which that is.
+func deleteRow(t *testing.T, n *network, row int) {
+	t.Helper()
+	n.pod.Do(t, func() error {
+		conn, err := nft.New()
+		if err != nil {
+			return err
+		}
+		chains, err := conn.ListChainsOfTableFamily(nft.TableFamilyINet)
+		if err != nil {
+			return err
+		}
+		deleted := 0
+		for _, chain := range chains {
+			rules, err := conn.GetRules(chain.Table, chain)
+			if err != nil {
+				return err
+			}
+			for _, rule := range rules {
+				if comment, _ := userdata.GetString(rule.UserData, userdata.TypeComment); comment != fmt.Sprintf("row %d", row) {
+					continue
+				}
+				deleted++
+				if err := conn.DelRule(rule); err != nil {
+					return err
+				}
+			}
+		}
+		if deleted == 0 {
+			return fmt.Errorf("row %d has no rule", row)
+		}
+		return conn.Flush()
+	})
+}
