@@ -222,7 +222,7 @@ func TestCutShort(t *testing.T) {
 		}
 		least := optionSets()[4].opts // needs no raw chains
 		tables := strings.SplitAfter(creation(want), "COMMIT\n")
-		for done := range len(tables) {
+		for done := range tables {
 			ns := netnstest.New(t)
 			partial := strings.Join(tables[:done], "")
 			if partial != "" {

@@ -4,7 +4,6 @@ package iptables
 
 import (
 	"fmt"
-	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
@@ -70,24 +69,33 @@ func chainNames(hook redirection.Hook) (name, builtin string, err error) {
 
 // renderRule spells a rule as iptables-save does, in its order of options.
 func renderRule(r redirection.Rule) (string, error) {
-	var w words
-	w.address("-s", r.Match.Source)
-	w.address("-d", r.Match.Destination)
-	w.add(r.Match.In.Name != "", r.Match.In.Not, "-i", r.Match.In.Name)
-	w.add(r.Match.Out.Name != "", r.Match.Out.Not, "-o", r.Match.Out.Name)
-	proto := r.Match.Protocol
-	w.add(proto != redirection.AnyProtocol, false, "-p", proto.String())
-	sport, dport := r.Match.SourcePort, r.Match.DestinationPort
-	w.add(sport.Port != 0 || dport.Port != 0, false, "-m", proto.String())
-	w.add(sport.Port != 0, sport.Not, "--sport", strconv.Itoa(int(sport.Port)))
-	w.add(dport.Port != 0, dport.Not, "--dport", strconv.Itoa(int(dport.Port)))
-	w.mark("mark", r.Match.PacketMark)
-	w.mark("connmark", r.Match.ConnMark)
+	var words []string
+	add := func(set, not bool, option, value string) {
+		if set && not {
+			words = append(words, "!")
+		}
+		if set {
+			words = append(words, option, value)
+		}
+	}
+	m, protocol := r.Match, r.Match.Protocol.String()
+	add(m.Source.Prefix.IsValid(), m.Source.Not, "-s", m.Source.Prefix.String())
+	add(m.Destination.Prefix.IsValid(), m.Destination.Not, "-d", m.Destination.Prefix.String())
+	add(m.In.Name != "", m.In.Not, "-i", m.In.Name)
+	add(m.Out.Name != "", m.Out.Not, "-o", m.Out.Name)
+	add(m.Protocol != redirection.AnyProtocol, false, "-p", protocol)
+	add(m.SourcePort.Port != 0 || m.DestinationPort.Port != 0, false, "-m", protocol)
+	add(m.SourcePort.Port != 0, m.SourcePort.Not, "--sport", strconv.Itoa(int(m.SourcePort.Port)))
+	add(m.DestinationPort.Port != 0, m.DestinationPort.Not, "--dport", strconv.Itoa(int(m.DestinationPort.Port)))
+	add(m.PacketMark.Mark.Mask != 0, false, "-m", "mark")
+	add(m.PacketMark.Mark.Mask != 0, m.PacketMark.Not, "--mark", m.PacketMark.Mark.String())
+	add(m.ConnMark.Mark.Mask != 0, false, "-m", "connmark")
+	add(m.ConnMark.Mark.Mask != 0, m.ConnMark.Not, "--mark", m.ConnMark.Mark.String())
 	verdict, err := renderVerdict(r.Verdict)
 	if err != nil {
 		return "", err
 	}
-	return strings.Join(append(w, verdict), " "), nil
+	return strings.Join(append(words, verdict), " "), nil
 }
 
 func renderVerdict(v redirection.Verdict) (string, error) {
@@ -106,29 +114,6 @@ func renderVerdict(v redirection.Verdict) (string, error) {
 	default:
 		return "", fmt.Errorf("%s cannot be said in iptables", v)
 	}
-}
-
-// words are the words of a rule.
-type words []string
-
-func (w *words) add(set, not bool, option, value string) {
-	if !set {
-		return
-	}
-	if not {
-		*w = append(*w, "!")
-	}
-	*w = append(*w, option, value)
-}
-
-func (w *words) address(option string, m redirection.AddressMatch) {
-	w.add(m.Prefix != netip.Prefix{}, m.Not, option, m.Prefix.String())
-}
-
-func (w *words) mark(module string, m redirection.MarkMatch) {
-	set := m.Mark.Mask != 0
-	w.add(set, false, "-m", module)
-	w.add(set, m.Not, "--mark", m.Mark.String())
 }
 
 // creation returns the restore script for a netns without chains of ours. There,

@@ -142,10 +142,10 @@ func (n *network) connect(t *testing.T) {
 func (n *network) startProxy(t *testing.T) {
 	mark := netnstest.Mark(redirection.ProxyMark)
 	for _, f := range n.families() {
-		any := anyAddr(f)
-		n.serveTCP(t, n.pod, netip.AddrPortFrom(any, redirection.OutboundPort), "proxy outbound", mark)
-		n.serveTCP(t, n.pod, netip.AddrPortFrom(any, redirection.InboundPort), "proxy inbound", mark)
-		n.serveTCP(t, n.pod, netip.AddrPortFrom(any, redirection.HBONEPort), "proxy hbone", mark)
+		wildcard := anyAddr(f)
+		n.serveTCP(t, n.pod, netip.AddrPortFrom(wildcard, redirection.OutboundPort), "proxy outbound", mark)
+		n.serveTCP(t, n.pod, netip.AddrPortFrom(wildcard, redirection.InboundPort), "proxy inbound", mark)
+		n.serveTCP(t, n.pod, netip.AddrPortFrom(wildcard, redirection.HBONEPort), "proxy hbone", mark)
 		dns := netip.AddrPortFrom(n.addr(loopback, f), redirection.ProxyDNSPort)
 		n.serveTCP(t, n.pod, dns, "proxy dns", mark)
 		n.serveUDP(t, n.pod, dns, "proxy dns", mark)

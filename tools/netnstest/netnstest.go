@@ -16,6 +16,7 @@
 package netnstest
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -47,14 +48,14 @@ const (
 // Where the system refuses the namespaces the tests run where they are, and
 // those that call Require, New or Self skip with what is missing.
 func Main(m *testing.M) int {
-	switch stage := os.Getenv(stageEnv); {
-	case stage == "":
+	switch os.Getenv(stageEnv) {
+	case "":
 		code, err := reexec()
 		if err == nil {
 			return code
 		}
 		setStage(refusal(err))
-	case stage == stageEnter:
+	case stageEnter:
 		if err := setUp(); err != nil {
 			setStage(refusal(err))
 			break
@@ -114,7 +115,8 @@ func reexec() (int, error) {
 }
 
 func start(userns uintptr) (*exec.Cmd, error) {
-	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
+	// No deadline: that is the test process's own matter (-timeout).
+	cmd := exec.CommandContext(context.Background(), "/proc/self/exe", os.Args[1:]...)
 	cmd.Args[0] = os.Args[0]
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
 	cmd.Env = append(os.Environ(), stageEnv+"="+stageEnter)

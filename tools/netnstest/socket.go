@@ -52,7 +52,7 @@ func (ns *NS) ListenTCP(tb testing.TB, addr netip.AddrPort, opts ...Option) *net
 		return err
 	})
 	tb.Cleanup(func() { closeOnce(tb, l) })
-	return l.(*net.TCPListener)
+	return as[*net.TCPListener](tb, l)
 }
 
 // ListenUDP binds a UDP socket to addr inside the netns until the test ends.
@@ -66,7 +66,7 @@ func (ns *NS) ListenUDP(tb testing.TB, addr netip.AddrPort, opts ...Option) *net
 		return err
 	})
 	tb.Cleanup(func() { closeOnce(tb, c) })
-	return c.(*net.UDPConn)
+	return as[*net.UDPConn](tb, c)
 }
 
 // DialTCP connects from local (the zero value: the kernel chooses) to remote
@@ -76,11 +76,7 @@ func (ns *NS) DialTCP(ctx context.Context, local, remote netip.AddrPort, opts ..
 	if local.IsValid() {
 		d.LocalAddr = net.TCPAddrFromAddrPort(local)
 	}
-	c, err := ns.dial(ctx, &d, "tcp", remote)
-	if err != nil {
-		return nil, err
-	}
-	return c.(*net.TCPConn), nil
+	return dial[*net.TCPConn](ctx, ns, &d, "tcp", remote)
 }
 
 // DialUDP connects a UDP socket, which then takes answers from remote only.
@@ -90,22 +86,34 @@ func (ns *NS) DialUDP(ctx context.Context, local, remote netip.AddrPort, opts ..
 	if local.IsValid() {
 		d.LocalAddr = net.UDPAddrFromAddrPort(local)
 	}
-	c, err := ns.dial(ctx, &d, "udp", remote)
-	if err != nil {
-		return nil, err
-	}
-	return c.(*net.UDPConn), nil
+	return dial[*net.UDPConn](ctx, ns, &d, "udp", remote)
 }
 
 // dial relies on package net opening the socket of a literal address on the
 // calling goroutine: only for several addresses does it start others.
-func (ns *NS) dial(ctx context.Context, d *net.Dialer, proto string, remote netip.AddrPort) (net.Conn, error) {
-	var c net.Conn
-	err := ns.run(func() (err error) {
-		c, err = d.DialContext(ctx, family(proto, remote.Addr()), remote.String())
-		return err
+func dial[C net.Conn](ctx context.Context, ns *NS, d *net.Dialer, proto string, remote netip.AddrPort) (conn C, err error) {
+	err = ns.run(func() error {
+		c, err := d.DialContext(ctx, family(proto, remote.Addr()), remote.String())
+		if err != nil {
+			return err
+		}
+		var ok bool
+		if conn, ok = c.(C); !ok {
+			return errors.Join(fmt.Errorf("dialling %s gave a %T", proto, c), c.Close())
+		}
+		return nil
 	})
-	return c, err
+	return conn, err
+}
+
+// as asserts the type that package net documents for the network.
+func as[T any](tb testing.TB, v any) T {
+	tb.Helper()
+	t, ok := v.(T)
+	if !ok {
+		tb.Fatalf("package net gave a %T", v)
+	}
+	return t
 }
 
 // OriginalDst returns where a redirected connection was going (SO_ORIGINAL_DST,
