@@ -56,30 +56,33 @@ func baseChain(c redirection.Chain) (*nftables.Chain, error) {
 	return chain, nil
 }
 
-// addRules adds the rules, and each chain before its first rule.
+// addRules adds the rules, chain by chain. A chain without rules is left out.
 func addRules(conn *nftables.Conn, rules []redirection.Rule) error {
-	chains := map[redirection.Chain]*nftables.Chain{}
+	byChain := map[redirection.Chain][]redirection.Rule{}
 	for _, rule := range rules {
-		if chains[rule.Chain] != nil {
+		byChain[rule.Chain] = append(byChain[rule.Chain], rule)
+	}
+	for _, c := range redirection.Chains() {
+		if len(byChain[c]) == 0 {
 			continue
 		}
-		chain, err := baseChain(rule.Chain)
+		chain, err := baseChain(c)
 		if err != nil {
 			return err
 		}
-		chains[rule.Chain] = conn.AddChain(chain)
-	}
-	for _, rule := range rules {
-		verdict, err := renderVerdict(rule.Verdict)
-		if err != nil {
-			return fmt.Errorf("rendering row %d: %w", rule.Row, err)
+		conn.AddChain(chain)
+		for _, l := range lines(byChain[c]) {
+			verdict, err := renderVerdict(l.Verdict)
+			if err != nil {
+				return fmt.Errorf("rendering %s: %w", l.comment, err)
+			}
+			conn.AddRule(&nftables.Rule{
+				Table:    ourTable(),
+				Chain:    chain,
+				Exprs:    append(renderMatch(l.Rule), verdict...),
+				UserData: userdata.AppendString(nil, userdata.TypeComment, l.comment),
+			})
 		}
-		conn.AddRule(&nftables.Rule{
-			Table:    ourTable(),
-			Chain:    chains[rule.Chain],
-			Exprs:    append(renderMatch(rule), verdict...),
-			UserData: userdata.AppendString(nil, userdata.TypeComment, fmt.Sprintf("row %d", rule.Row)),
-		})
 	}
 	return nil
 }
@@ -146,17 +149,19 @@ func (e *expressions) address(m redirection.AddressMatch, offsetIPv4, offsetIPv6
 		return
 	}
 	want := m.Prefix.Masked().Addr().AsSlice()
+	bits := m.Prefix.Bits()
 	load := &expr.Payload{
 		Base: expr.PayloadBaseNetworkHeader, Offset: offsetIPv4, Len: uint32(len(want)), DestRegister: register,
 	}
 	if m.Prefix.Addr().Is6() {
 		load.Offset = offsetIPv6
 	}
-	if m.Prefix.IsSingleIP() {
-		e.compare(load, m.Not, want)
+	if bits%8 != 0 {
+		e.masked(load, net.CIDRMask(bits, 8*len(want)), m.Not, want)
 		return
 	}
-	e.masked(load, net.CIDRMask(m.Prefix.Bits(), 8*len(want)), m.Not, want)
+	load.Len = uint32(bits / 8) // the network part alone needs no mask
+	e.compare(load, m.Not, want[:bits/8])
 }
 
 // port compares a port of TCP or UDP; both have the source's at offset 0 and the destination's at 2.
