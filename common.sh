@@ -156,17 +156,12 @@ lint_format() {
 }
 
 # generate DIRECTORY: writes the generated code of the checkout in DIRECTORY anew.
-# protoc comes from Debian; its Go plugin is the one of go.mod's version.
+# protoc comes from Debian; the go:generate lines build its Go plugin themselves, in the
+# version of go.mod.
 generate() {
 	require_go
 	require_commands protoc:protobuf-compiler
-	local bin
-	bin=$(mktemp -d)
-	# shellcheck disable=SC2064 # the directory of now is meant
-	trap "rm -rf '$bin'" EXIT
-	go build -o "$bin/" google.golang.org/protobuf/cmd/protoc-gen-go ||
-		die "building protoc-gen-go: see above"
-	PATH=$bin:$PATH go -C "$1" generate ./... >&2 || die "go generate: see above"
+	go -C "$1" generate ./... >&2 || die "go generate: see above"
 }
 
 # check_generated dies if generating anew, in a copy, changes anything. A protoc of
