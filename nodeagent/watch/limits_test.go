@@ -123,7 +123,9 @@ func TestConnections(t *testing.T) {
 // TestStop: what had been asked is finished and answered; who had not asked is sent away.
 func TestStop(t *testing.T) {
 	g := newGate()
-	r := start(t, Config{Handler: g, ReadTimeout: time.Hour})
+	listener, socket := newFaulty(t)
+	r := start(t, Config{Listener: listener, Handler: g, ReadTimeout: time.Hour})
+	r.socket = socket
 	// The other one's answer shows that both connections have been accepted: accepting is in order.
 	idle := r.dial(t)
 	called := make(chan error, 1)
@@ -136,6 +138,7 @@ func TestStop(t *testing.T) {
 	if n, err := idle.Read(make([]byte, 1)); n != 0 || !errors.Is(err, io.EOF) {
 		t.Errorf("the idle connection: %d bytes, %v", n, err)
 	}
+	<-listener.closed
 	if _, err := net.Dial("unix", r.socket); !errors.Is(err, syscall.ENOENT) && !errors.Is(err, syscall.ECONNREFUSED) {
 		t.Errorf("a new connection: %v", err)
 	}
@@ -197,10 +200,18 @@ func TestStopIsBounded(t *testing.T) {
 	})
 }
 
-// faultyListener fails some times before it accepts.
+// faultyListener fails some times before it accepts, and tells when it is closed.
 type faultyListener struct {
 	net.Listener
-	errs chan error
+	errs    chan error
+	closed  chan struct{}
+	closing sync.Once
+}
+
+func (l *faultyListener) Close() error {
+	err := l.Listener.Close()
+	l.closing.Do(func() { close(l.closed) })
+	return err
 }
 
 func (l *faultyListener) Accept() (net.Conn, error) {
@@ -219,7 +230,7 @@ func newFaulty(t *testing.T, errs ...error) (*faultyListener, string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	faulty := &faultyListener{Listener: listener, errs: make(chan error, len(errs))}
+	faulty := &faultyListener{Listener: listener, errs: make(chan error, len(errs)), closed: make(chan struct{})}
 	for _, err := range errs {
 		faulty.errs <- err
 	}

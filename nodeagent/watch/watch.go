@@ -232,31 +232,45 @@ func (s *Server) handle(work context.Context, conn *net.UnixConn, req podevent.R
 	defer endTimer()
 
 	onHangUp := end
-	turn := s.others
+	places := s.others
 	if req.Command == podevent.CommandDel {
 		// A withdrawal is final once it is said: the plugin stops waiting after 900 ms and exits 0 all
 		// the same, and nobody would say it again.
 		onHangUp = func(error) {}
-		turn = s.withdrawals
+		places = s.withdrawals
 	}
 	stopWatching := watchHangUp(conn, onHangUp)
-	reply := s.inTurn(ctx, turn, req, netns)
+	reply := s.inTurn(ctx, places, req, netns)
 	return reply, stopWatching()
 }
 
 // inTurn waits for a place, within ctx, and calls the handler.
-func (s *Server) inTurn(ctx context.Context, turn chan struct{}, req podevent.Request, netns *os.File) podevent.Reply {
-	select {
-	case turn <- struct{}{}:
-		defer func() { <-turn }()
+func (s *Server) inTurn(ctx context.Context, places chan struct{}, req podevent.Request, netns *os.File) podevent.Reply {
+	if take(ctx, places) {
+		defer func() { <-places }()
 		return s.config.Handler.Handle(ctx, req, netns)
+	}
+	return podevent.Reply{Error: &podevent.Error{
+		Code: podevent.CodeTryAgain,
+		Msg: fmt.Sprintf("%s of pod %s had to wait behind %d others and was given up: %v",
+			req.Command, req.Pod, cap(places), context.Cause(ctx)),
+		Details: "the runtime tries again; if it lasts, 'ambientd status' shows what the others wait for",
+	}}
+}
+
+// take gets a place, or tells that none came free before the end of ctx. A place that is free is
+// taken even after that: the handler knows best what the end of its context means.
+func take(ctx context.Context, places chan struct{}) bool {
+	select {
+	case places <- struct{}{}:
+		return true
+	default:
+	}
+	select {
+	case places <- struct{}{}:
+		return true
 	case <-ctx.Done():
-		return podevent.Reply{Error: &podevent.Error{
-			Code: podevent.CodeTryAgain,
-			Msg: fmt.Sprintf("%s of pod %s had to wait behind %d others and was given up: %v",
-				req.Command, req.Pod, cap(turn), context.Cause(ctx)),
-			Details: "the runtime tries again; if it lasts, 'ambientd status' shows what the others wait for",
-		}}
+		return false
 	}
 }
 
