@@ -32,6 +32,9 @@ type row struct {
 // contract: probes (3, 4) before everything that captures, DNS (7, 8) before the exemptions 11 and 12, egress (13) last.
 func Rules(o Options, families Families) []Rule {
 	families &= o.Allowed()
+	if families == 0 {
+		return nil
+	}
 	rows := model(o)
 	var rules []Rule
 	for _, chain := range Chains() {
