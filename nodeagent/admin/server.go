@@ -106,7 +106,9 @@ func (s *Server) Run(ctx context.Context) error {
 	if errors.Is(err, context.DeadlineExceeded) {
 		err = s.http.Close()
 	}
-	<-served
+	if served := <-served; !errors.Is(served, http.ErrServerClosed) {
+		err = errors.Join(err, served)
+	}
 	if err != nil {
 		return fmt.Errorf("closing the HTTP server on %s: %w", s.listener.Addr(), err)
 	}

@@ -159,7 +159,7 @@ func TestDo(t *testing.T) {
 		t.Errorf("ran in %s, want %s (home is %s)", got, want, home)
 	}
 	failure := errors.New("no")
-	if err := n.Do(func() error { return failure }); err != failure {
+	if err := n.Do(func() error { return failure }); !errors.Is(err, failure) || err.Error() != failure.Error() {
 		t.Errorf("got %v, want the closure's own error", err)
 	}
 	everyThread(t, home)

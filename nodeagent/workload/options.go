@@ -14,7 +14,7 @@ import (
 // Annotations by which a pod sets options of its own redirection.
 const (
 	// AnnotationBypassInbound ("true" or "false"): inbound traffic is not captured.
-	AnnotationBypassInbound = "ambient.istio.io/bypass-inbound-capture"
+	AnnotationBypassInbound = "ambient.istio.io/bypass-inbound-capture" //nolint:gosec // no password, in spite of "bypass"
 	// AnnotationDNSCapture ("true" or "false") overrides the node's default.
 	AnnotationDNSCapture = "ambient.istio.io/dns-capture"
 	// AnnotationRerouteInterfaces (names, separated by commas): traffic that
