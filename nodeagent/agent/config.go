@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"cmp"
+	"log/slog"
+	"net/netip"
+	"path/filepath"
+	"time"
+
+	"ambientd/certfetch"
+	"ambientd/iptables/backend"
+	"ambientd/iptables/redirection"
+	"ambientd/nodeagent/workload"
+)
+
+// The values that settings of a closed set may have.
+const (
+	CABuiltin       = "builtin" // in this process, its key in memory only
+	CertHolderAgent = "agent"   // keys are made and kept by the agent
+
+	podsFromManifests = "manifests"
+
+	LogText = "text"
+	LogJSON = "json"
+)
+
+// Config is everything that an operator sets. [Default] fills it, [Config.Validate]
+// checks it; flags and keys of the configuration file are documented by
+// `ambientd run --help`.
+type Config struct {
+	NodeName string // a DNS name, as Kubernetes has it
+
+	RunDir      string // absolute; on tmpfs, so that a reboot starts clean
+	CNISocket   string // empty: below RunDir, as the two next
+	AdminSocket string
+	SDSSocket   string
+	ZDSSocket   string // where node proxies look for it
+	HTTPAddr    string // host:port of /healthz and /readyz; empty: not served
+
+	PodsFrom          string // "manifests=DIR"
+	AgentNamespace    string
+	OwnPods           []string // patterns of path.Match
+	ExcludeNamespaces []string
+	Selectors         []workload.SelectorSpec
+
+	Redirection     string // backend.Auto, NFTables or IPTables
+	DNSCapture      bool
+	IPv6            bool
+	ProbeSourceIPv4 netip.Addr
+	ProbeSourceIPv6 netip.Addr
+
+	TrustDomain string
+	CA          string
+	CertHolder  string
+	CertTTL     time.Duration // asked of the CA, which may grant less
+	CertWorkers int           // requests to the CA at once
+	CertLinger  time.Duration // how long a key outlives its last pod
+
+	PluginTimeout time.Duration // what the CNI configuration gives the plugin; every wait of an ADD has to fit in
+	AddTimeout    time.Duration // a whole ADD
+	ProxyTimeout  time.Duration // within it, for a proxy and its ack
+	CertWait      time.Duration // within it, for the certificate; past it the pod starts without
+	DelProxyWait  time.Duration // within a DEL, for the proxy's ack
+
+	LogLevel  string // debug, info, warn, error
+	LogFormat string
+
+	Version string       // of this build, for status
+	Logger  *slog.Logger // required by Run
+}
+
+// Default returns the settings of an agent whose operator sets none. Required
+// ones, NodeName and PodsFrom, are empty.
+func Default() Config {
+	redirect := redirection.DefaultOptions()
+	return Config{
+		RunDir:    "/run/ambientd",
+		ZDSSocket: "/var/run/ztunnel/ztunnel.sock",
+
+		AgentNamespace:    "ambientd-system",
+		OwnPods:           []string{"ambientd-*", "ztunnel-*", "ambient-ca-*"},
+		ExcludeNamespaces: []string{"kube-system"},
+		Selectors:         workload.DefaultSelectors(),
+
+		Redirection:     backend.Auto,
+		DNSCapture:      redirect.DNSCapture,
+		IPv6:            redirect.IPv6,
+		ProbeSourceIPv4: redirect.ProbeSourceIPv4,
+		ProbeSourceIPv6: redirect.ProbeSourceIPv6,
+
+		TrustDomain: "cluster.local",
+		CA:          CABuiltin,
+		CertHolder:  CertHolderAgent,
+		CertTTL:     certfetch.DefaultTTL,
+		CertWorkers: certfetch.DefaultWorkers,
+		CertLinger:  certfetch.DefaultLinger,
+
+		PluginTimeout: 20 * time.Second,
+		AddTimeout:    15 * time.Second,
+		ProxyTimeout:  8 * time.Second,
+		CertWait:      3 * time.Second,
+		DelProxyWait:  700 * time.Millisecond,
+
+		LogLevel:  "info",
+		LogFormat: LogText,
+	}
+}
+
+// Folders of the run directory. Nobody lists it, but who may use a socket below
+// can pass through.
+const (
+	privateDir = "private" // for root: cni.sock, admin.sock
+	sdsDir     = "sds"     // for proxies of the node
+)
+
+// CNISocketPath is where the CNI plugin is served.
+func (c Config) CNISocketPath() string {
+	return cmp.Or(c.CNISocket, filepath.Join(c.RunDir, privateDir, "cni.sock"))
+}
+
+// AdminSocketPath is where the status is served.
+func (c Config) AdminSocketPath() string {
+	return cmp.Or(c.AdminSocket, filepath.Join(c.RunDir, privateDir, "admin.sock"))
+}
+
+// SDSSocketPath is where certificates are served to proxies of the node.
+func (c Config) SDSSocketPath() string {
+	return cmp.Or(c.SDSSocket, filepath.Join(c.RunDir, sdsDir, "sds.sock"))
+}
