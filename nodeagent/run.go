@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"strings"
+
+	"ambientd/nodeagent/agent"
+)
+
+const runUsage = `Usage: ambientd run [FLAGS]
+
+Runs the node agent until SIGINT or SIGTERM. Packet rules of enrolled pods stay in place when it ends.
+
+A DURATION is written as 700ms, 15s or 24h, a LIST with commas between its items; PATH and DIR are absolute.
+`
+
+const runFileUsage = `
+The configuration file is YAML. Its keys are the flags in camelCase; lists are YAML lists; flags win. One has no flag:
+  selectors: which labels put a pod in the mesh, pairs of podSelector and namespaceSelector, of which any may match
+             (default: pods with the label istio.io/dataplane-mode=ambient, and others where their namespace has it)
+
+  nodeName: node-1
+  podsFrom: manifests=/etc/ambientd/manifests
+  addTimeout: 15s
+  excludeNamespaces: [kube-system, storage]
+`
+
+// runAgent is the command run.
+func runAgent(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+	cfg, err := configure(args, stdout)
+	if errors.Is(err, flag.ErrHelp) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	cfg.Version = buildVersion()
+	cfg.Logger = newLogger(cfg, stderr)
+	return agent.Run(ctx, cfg)
+}
+
+// configure makes the configuration of args: flags, over the file that they may
+// name, over defaults.
+func configure(args []string, stdout io.Writer) (agent.Config, error) {
+	first, err := newSettings()
+	if err != nil {
+		return agent.Config{}, err
+	}
+	if err := parse(first.flags.set, args, stdout, func() string { return runUsage + first.flags.help() + runFileUsage }); err != nil {
+		return agent.Config{}, err
+	}
+	if first.file == "" {
+		return first.cfg, first.validate("")
+	}
+	merged, err := newSettings()
+	if err != nil {
+		return agent.Config{}, err
+	}
+	if err := merged.readFile(first.file); err != nil {
+		return agent.Config{}, err
+	}
+	if err := parse(merged.flags.set, args, stdout, func() string { return "" }); err != nil {
+		return agent.Config{}, err
+	}
+	return merged.cfg, merged.validate(first.file)
+}
+
+// validate checks the settings as a whole.
+func (s *settings) validate(file string) error {
+	if err := s.cfg.Validate(); err != nil {
+		return &configError{file: file, err: err}
+	}
+	return nil
+}
+
+// configError is everything that is wrong with the settings.
+type configError struct {
+	file string // that they are from, besides flags; may be empty
+	err  error  // one line for each
+}
+
+// Error lists what is wrong, indented.
+func (e *configError) Error() string {
+	from := "flags"
+	if e.file != "" {
+		from = e.file + " and flags"
+	}
+	return fmt.Sprintf("bad configuration, from %s:\n  %s", from, strings.ReplaceAll(e.err.Error(), "\n", "\n  "))
+}
+
+func (e *configError) Unwrap() error { return e.err }
+
+func newLogger(cfg agent.Config, w io.Writer) *slog.Logger {
+	options := &slog.HandlerOptions{Level: cfg.Level()}
+	if cfg.LogFormat == agent.LogJSON {
+		return slog.New(slog.NewJSONHandler(w, options))
+	}
+	return slog.New(slog.NewTextHandler(w, options))
+}
+
+// hostName is the default of --node-name.
+func hostName() (string, error) {
+	name, err := os.Hostname()
+	if err != nil {
+		return "", fmt.Errorf("asking for the machine's name: %w", err)
+	}
+	return name, nil
+}
