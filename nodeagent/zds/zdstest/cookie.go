@@ -15,20 +15,31 @@ import (
 // 5.14). Only a socket made inside tells it, so a thread goes there and back;
 // this needs CAP_SYS_ADMIN over the netns.
 func Cookie(netns *os.File) (uint64, error) {
-	var cookie uint64
-	var err error
-	done := make(chan struct{})
+	type result struct {
+		cookie uint64
+		err    error
+	}
+	done := make(chan result)
 	// A goroutine of its own, so that a thread that cannot get back dies with it.
 	go func() {
-		defer close(done)
-		cookie, err = cookieOnThread(netns)
+		runtime.LockOSThread()
+		if unix.Gettid() == unix.Getpid() {
+			// The main thread stays: /proc/self/ns/net is its netns. Held here,
+			// it is not the thread that the next goroutine gets.
+			cookie, err := Cookie(netns)
+			runtime.UnlockOSThread()
+			done <- result{cookie, err}
+			return
+		}
+		cookie, err := cookieOnThread(netns)
+		done <- result{cookie, err}
 	}()
-	<-done
-	return cookie, err
+	r := <-done
+	return r.cookie, r.err
 }
 
+// cookieOnThread unlocks the thread exactly if it is at home again.
 func cookieOnThread(netns *os.File) (cookie uint64, err error) {
-	runtime.LockOSThread()
 	home, err := os.Open("/proc/thread-self/ns/net")
 	if err != nil {
 		return 0, fmt.Errorf("opening the test's own netns: %w", err)

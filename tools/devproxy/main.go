@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Devproxy is a small stand-in for ztunnel, for development and tests of
+// ambientd on one machine: it takes pods over by ZDS, certificates by SDS, and
+// carries the traffic between pods of the mesh in mutual TLS.
+//
+// It shows that what the agent sets up works. It is no data plane for
+// production: it knows one node, no services, no policies, and does not care
+// how fast it is.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+	"time"
+
+	secretv3 "github.com/envoyproxy/go-control-plane/envoy/service/secret/v3"
+	"golang.org/x/sync/errgroup"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/credentials/insecure"
+
+	"ambientd/certfetch/spiffeid"
+	"ambientd/tools/devproxy/peers"
+	"ambientd/tools/devproxy/pods"
+	"ambientd/tools/devproxy/svid"
+	"ambientd/tools/devproxy/zdsclient"
+)
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := run(ctx, os.Args[1:], os.Stderr)
+	stop()
+	if errors.Is(err, flag.ErrHelp) {
+		os.Exit(0)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "devproxy:", err)
+		os.Exit(1)
+	}
+}
+
+// config is what the flags say.
+type config struct {
+	zdsSocket   string
+	sdsSocket   string
+	adminSocket string
+	trustDomain string
+	nack        patterns
+	logFormat   string
+	original    bool
+}
+
+type patterns []string
+
+// String joins the patterns, for flag's usage text.
+func (p *patterns) String() string { return strings.Join(*p, ", ") }
+
+// Set adds a pattern.
+func (p *patterns) Set(s string) error {
+	*p = append(*p, s)
+	return nil
+}
+
+func parse(args []string, usage io.Writer) (config, error) {
+	var c config
+	flags := flag.NewFlagSet("devproxy", flag.ContinueOnError)
+	flags.SetOutput(usage)
+	flags.StringVar(&c.zdsSocket, "zds-socket", "/var/run/ztunnel/ztunnel.sock", "`path` of the agent's ZDS socket")
+	flags.StringVar(&c.sdsSocket, "sds-socket", "/run/ambientd/sds/sds.sock", "`path` of the agent's SDS socket")
+	flags.StringVar(&c.adminSocket, "admin-socket", "/run/ambientd/private/admin.sock", "`path` of the agent's admin socket, asked which address has which identity")
+	flags.StringVar(&c.trustDomain, "trust-domain", "cluster.local", "SPIFFE trust `domain` of all identities")
+	flags.Var(&c.nack, "nack", "refuse pods whose namespace/name matches the `pattern` (of Go's path.Match); may be repeated")
+	flags.StringVar(&c.logFormat, "log-format", "text", "`format` of the log on standard error, text or json")
+	flags.BoolVar(&c.original, "original-source", true, "let applications see the client's own address; needs the redirection's rules and routes in the pod")
+	if err := flags.Parse(args); err != nil {
+		return config{}, err
+	}
+	if flags.NArg() > 0 {
+		return config{}, fmt.Errorf("unexpected argument %q", flags.Arg(0))
+	}
+	return c, nil
+}
+
+func run(ctx context.Context, args []string, stderr io.Writer) error {
+	cfg, err := parse(args, stderr)
+	if err != nil {
+		return err
+	}
+	log, err := newLogger(cfg.logFormat, stderr)
+	if err != nil {
+		return err
+	}
+	trustDomain, err := spiffeid.ParseTrustDomain(cfg.trustDomain)
+	if err != nil {
+		return fmt.Errorf("--trust-domain: %w", err)
+	}
+	sds, err := dialSDS(cfg.sdsSocket)
+	if err != nil {
+		return err
+	}
+	defer sds.Close()
+	store := svid.New(svid.Config{Client: secretv3.NewSecretDiscoveryServiceClient(sds), Logger: log})
+
+	source := pods.PodSource
+	if cfg.original {
+		source = pods.OriginalSource
+	}
+	manager, err := pods.NewManager(pods.Config{
+		TrustDomain:  trustDomain,
+		Certificates: store,
+		Peers:        peers.Agent{Socket: cfg.adminSocket},
+		Source:       source,
+		Refuse:       cfg.nack,
+		Logger:       log,
+	})
+	if err != nil {
+		return fmt.Errorf("--nack: %w", err)
+	}
+	defer manager.Close()
+	zds := zdsclient.New(zdsclient.Config{Socket: cfg.zdsSocket, Handler: manager, Logger: log})
+
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return store.Run(ctx) })
+	group.Go(func() error { return zds.Run(ctx) })
+	return group.Wait()
+}
+
+func newLogger(format string, w io.Writer) (*slog.Logger, error) {
+	switch format {
+	case "text":
+		return slog.New(slog.NewTextHandler(w, nil)), nil
+	case "json":
+		return slog.New(slog.NewJSONHandler(w, nil)), nil
+	default:
+		return nil, fmt.Errorf("--log-format: %q is neither text nor json", format)
+	}
+}
+
+// dialSDS connects when the first stream is opened, and again within seconds
+// when the agent has been away.
+func dialSDS(socket string) (*grpc.ClientConn, error) {
+	conn, err := grpc.NewClient("unix:"+socket,
+		grpc.WithTransportCredentials(insecure.NewCredentials()), // the socket's mode and peer check protect it
+		grpc.WithConnectParams(grpc.ConnectParams{
+			Backoff:           backoff.Config{BaseDelay: 50 * time.Millisecond, Multiplier: 2, Jitter: 0.5, MaxDelay: 2 * time.Second},
+			MinConnectTimeout: 2 * time.Second,
+		}))
+	if err != nil {
+		return nil, fmt.Errorf("connecting to the agent's SDS socket: %w", err)
+	}
+	return conn, nil
+}
