@@ -19,7 +19,9 @@ func TestValidate(t *testing.T) {
 	}{
 		{"default", func(*redirection.Options) {}, ""},
 		{"zero value", func(o *redirection.Options) { *o = redirection.Options{} }, "probe source ipv4: no address"},
-		{"interfaces", func(o *redirection.Options) { o.RerouteInterfaces = []string{"k6t-eth0", "br0.12", "a_b@c", "123456789012345"} }, ""},
+		{"interfaces", func(o *redirection.Options) {
+			o.RerouteInterfaces = []string{"k6t-eth0", "br0.12", "a_b@c", "123456789012345"}
+		}, ""},
 		{"empty interface", func(o *redirection.Options) { o.RerouteInterfaces = []string{""} }, "reroute interface: empty name"},
 		{"long interface", func(o *redirection.Options) { o.RerouteInterfaces = []string{"1234567890123456"} }, "longer than 15 bytes"},
 		{"wildcard of iptables", func(o *redirection.Options) { o.RerouteInterfaces = []string{"eth+"} }, `holds '+'`},
