@@ -59,8 +59,8 @@ demo: build ## Walk pods through the mesh in namespaces of their own, and check 
 	$(COMMON) require_commands iptables-nft-restore:iptables
 	mkdir -p out
 	$(GO_BUILD) -o out/demo ./tools/demo
-	plugins=$$($(COMMON) build_tools tools/cniplugins)
-	out/demo --bin=bin --cni-bin="$$plugins" $(ARGS)
+	plugins=$$($(COMMON) build_tools tools/cniplugins) && \
+		out/demo --bin=bin --cni-bin="$$plugins" $(ARGS)
 
 .PHONY: bench
 bench: build ## Measure what ambientd costs against two iptables-restore runs, and check the limits.
@@ -75,8 +75,8 @@ bench: build ## Measure what ambientd costs against two iptables-restore runs, a
 lint: require-go ## Check format, go vet, golangci-lint and shellcheck.
 	$(COMMON) lint_format
 	go vet ./...
-	linter=$$($(COMMON) build_tools tools/lint)
-	"$$linter/golangci-lint" run ./...
+	linter=$$($(COMMON) build_tools tools/lint) && \
+		"$$linter/golangci-lint" run ./...
 	$(COMMON) require_commands shellcheck:shellcheck
 	shellcheck -x common.sh .ci/run .ci/as-user
 

@@ -141,7 +141,10 @@ func startInside(dir string, userns uintptr) (*exec.Cmd, error) {
 
 // refused says what to do about the switches that are known to be off.
 func refused(cause error) error {
-	advice := []string{"run as root"}
+	var advice []string
+	if os.Geteuid() != 0 {
+		advice = append(advice, "run as root")
+	}
 	for _, s := range []struct{ path, off, fix string }{
 		{"/proc/sys/user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=10000"},
 		{"/proc/sys/kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"},
@@ -152,7 +155,7 @@ func refused(cause error) error {
 			advice = append(advice, "allow them with `"+s.fix+"`")
 		}
 	}
-	if os.Geteuid() == 0 || len(advice) == 1 {
+	if os.Geteuid() == 0 || len(advice) == 1 { // no switch is off: something else refuses
 		advice = append(advice, "in a container, start it privileged, or with SYS_ADMIN and NET_ADMIN and without its seccomp profile")
 	}
 	return fmt.Errorf("%w: %w; %s", ErrRefused, cause, strings.Join(advice, ", or "))

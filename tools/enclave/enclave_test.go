@@ -174,7 +174,7 @@ func TestInsideIsAFreshHost(t *testing.T) {
 
 func TestRefusedNamesTheWayOut(t *testing.T) {
 	err := refused(unix.EPERM)
-	if !errors.Is(err, ErrRefused) || !errors.Is(err, unix.EPERM) || !strings.Contains(err.Error(), "run as root") {
+	if !errors.Is(err, ErrRefused) || !errors.Is(err, unix.EPERM) || !strings.Contains(err.Error(), "in a container") {
 		t.Errorf("got %q, want ErrRefused and EPERM wrapped, and what to do", err)
 	}
 }
