@@ -53,9 +53,7 @@ func Call(ctx context.Context, socket string, req Request, netns *os.File) (Repl
 		return reply, nil
 	case errors.Is(err, ErrMalformed), isVersionError(err):
 		return Reply{}, fmt.Errorf("the agent's reply cannot be used: %w", err)
-	case sendErr != nil:
-		return Reply{}, unavailable(ctx, sendErr)
-	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, syscall.ECONNRESET):
+	case sendErr != nil, errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, syscall.ECONNRESET):
 		return Reply{}, unavailable(ctx, errors.New("it hung up before it had answered"))
 	default:
 		return Reply{}, unavailable(ctx, fmt.Errorf("reading its reply: %w", err))
@@ -120,6 +118,9 @@ func send(conn *net.UnixConn, buf []byte, netns *os.File) error {
 		if sendErr != nil {
 			return fmt.Errorf("sending the request: %w", sendErr)
 		}
+	}
+	if sent == len(buf) {
+		return nil
 	}
 	// A stream may take only a part of a large message at once.
 	if _, err := conn.Write(buf[sent:]); err != nil {

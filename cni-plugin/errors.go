@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+
+	"github.com/containernetworking/cni/pkg/types"
+
+	"ambientd/cni-plugin/podevent"
+)
+
+// badConfig is the CNI error for a network configuration that cannot be used.
+func badConfig(err error) error {
+	return types.NewError(podevent.CodeInvalidConfig, fmt.Sprintf("network configuration of ambient-cni: %v", err),
+		"correct ambient-cni's entry in the conflist of the runtime's CNI directory")
+}
+
+// badNetns is the CNI error for a CNI_NETNS that cannot be used.
+func badNetns(req podevent.Request, err error) error {
+	return types.NewError(podevent.CodeInvalidNetns, fmt.Sprintf("%s: CNI_NETNS: %v", subject(req), err),
+		"the runtime has to pass the path of the pod's own network namespace")
+}
+
+// subject is what a request is about, for people.
+func subject(req podevent.Request) string {
+	switch {
+	case req.Pod.String() != "":
+		return "pod " + req.Pod.String()
+	case req.ContainerID != "":
+		return "container " + req.ContainerID
+	default:
+		return "network " + req.Network
+	}
+}
+
+// callError is a CNI error that still tells what went wrong with the call.
+type callError struct {
+	cni   *types.Error
+	cause error
+}
+
+// Error is what the operator reads.
+func (e *callError) Error() string { return e.cni.Error() }
+
+// Unwrap finds the CNI error, which the skeleton prints, and the cause.
+func (e *callError) Unwrap() []error { return []error{e.cni, e.cause} }
+
+// noAnswer is the CNI error for a call of the agent that brought no usable answer. Everything that
+// passes by itself, once an agent of the right version runs, is code 11.
+func noAnswer(conf config, req podevent.Request, err error) error {
+	code, cause := podevent.CodeTryAgain, err.Error()
+	var details string
+	var versionErr *podevent.VersionError
+	switch {
+	case errors.Is(err, podevent.ErrUnavailable):
+		details = fmt.Sprintf("is ambientd running on this node? see its pod in namespace %s and its log; the runtime tries again, and pods of excludeNamespaces start meanwhile", conf.agentNamespace)
+	case errors.As(err, &versionErr):
+		cause = fmt.Sprintf("it speaks message version %d, this plugin version %d", versionErr.Got, versionErr.Want)
+		details = "while ambientd is being upgraded this passes by itself; otherwise install the plugin that belongs to the running agent"
+	case errors.Is(err, podevent.ErrMalformed):
+		details = "what listens there is not the ambientd that this plugin belongs to; check the keys socket and runDir"
+	default:
+		code, details = podevent.CodeInternal, "this is a fault of ambient-cni; please report it"
+	}
+	return &callError{
+		cni:   types.NewError(code, fmt.Sprintf("%s: asking the agent at %s: %s", subject(req), conf.socket, cause), details),
+		cause: err,
+	}
+}
+
+// logger writes to standard error, which runtimes keep for plugins that fail, and only what was
+// asked for.
+func logger(conf config) *slog.Logger {
+	return slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: conf.logLevel}))
+}
