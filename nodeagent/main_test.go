@@ -54,6 +54,8 @@ func runScripts(t *testing.T, dir string) {
 			}
 			env.Defer(func() { os.RemoveAll(run) })
 			env.Setenv("RUN", run)
+			// With the race detector a process sleeps a second before it exits.
+			env.Setenv("GORACE", "atexit_sleep_ms=0")
 			return nil
 		},
 		RequireExplicitExec: true,
@@ -71,7 +73,7 @@ func startAgent(ts *testscript.TestScript, neg bool, args []string) { //nolint:r
 	ambientd, err := lookPath(ts.Getenv("PATH"))
 	ts.Check(err)
 	cmd := exec.CommandContext(ctx, ambientd, append([]string{"run", "--log-format=json"}, args...)...)
-	cmd.Env = append(os.Environ(), "PATH="+ts.Getenv("PATH"))
+	cmd.Env = append(os.Environ(), "PATH="+ts.Getenv("PATH"), "GORACE="+ts.Getenv("GORACE"))
 	cmd.Dir = ts.Getenv("WORK")
 	log, err := cmd.StderrPipe()
 	ts.Check(err)

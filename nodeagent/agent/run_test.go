@@ -254,6 +254,51 @@ func TestEndLeavesRules(t *testing.T) {
 	})
 }
 
+// A request that has been begun is finished, with the help of all other parts.
+func TestEndFinishesWhatWasBegun(t *testing.T) {
+	r := start(t, config(t))
+	asked, release := make(chan struct{}), make(chan struct{})
+	peer, err := zdstest.Dial(t.Context(), r.cfg.ZDSSocket, func(_ context.Context, e zdstest.Event) zdstest.Answer {
+		if e.Kind == zdstest.Add {
+			close(asked)
+			<-release
+		}
+		return zdstest.Ack()
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer peer.Close()
+	r.manifest("shop", shop)
+	r.manifest("web", pod("web", ""))
+	web := netnstest.New(t)
+	replies := make(chan podevent.Reply, 1)
+	go func() { replies <- r.call(podevent.CommandAdd, "web", web) }()
+	<-asked
+	r.stop()
+	awaitGone(t, r.cfg.CNISocketPath()) // the first thing that ends
+	close(release)
+	if reply := <-replies; reply.Result != podevent.ResultEnrolled {
+		t.Errorf("ADD during the end: %+v", reply)
+	}
+	r.end()
+}
+
+// awaitGone waits until the file is removed.
+func awaitGone(t *testing.T, path string) {
+	t.Helper()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for deadline := time.Now().Add(patience); ; <-tick.C {
+		if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%s is still there", path)
+		}
+	}
+}
+
 func TestFilesAndTheirModes(t *testing.T) {
 	old := syscall.Umask(0o077) // whatever starts the agent may have any
 	defer syscall.Umask(old)

@@ -14,6 +14,8 @@ import (
 	"sync"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"ambientd/nodeagent/podnetns"
 	"ambientd/tools/netnstest"
 )
@@ -299,6 +301,38 @@ func TestDoConcurrently(t *testing.T) {
 	}
 	pods.Wait()
 	everyThread(t, home)
+}
+
+// The main thread could not be ended if it did not come back. So many closures at
+// once that every thread there is would be needed for one.
+func TestDoKeepsOffTheMainThread(t *testing.T) {
+	host := openHost(t)
+	n := adopt(t, host, netnstest.New(t))
+	tasks, err := os.ReadDir("/proc/self/task")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var inside, finished sync.WaitGroup
+	release := make(chan struct{})
+	for range len(tasks) + 8 {
+		inside.Add(1)
+		finished.Go(func() {
+			err := n.Do(func() error {
+				if unix.Gettid() == unix.Getpid() {
+					t.Error("a closure runs on the main thread")
+				}
+				inside.Done()
+				<-release
+				return nil
+			})
+			if err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	inside.Wait()
+	close(release)
+	finished.Wait()
 }
 
 func TestScratch(t *testing.T) {

@@ -262,6 +262,21 @@ func TestLookupSeesChangesOfOldFiles(t *testing.T) {
 	}
 }
 
+// A file that is new may change what an old one means.
+func TestLookupSeesNewFiles(t *testing.T) {
+	d := newDirectory(t)
+	d.put("web.yaml", webPod)
+	s := d.open()
+	settle(t, d.path)
+	if got := lookup(t, s, "web", "").NamespaceLabels; got != nil {
+		t.Errorf("the namespace's labels are %v, it has no manifest", got)
+	}
+	d.put("shop.yaml", shopNamespace)
+	if got := lookup(t, s, "web", "").NamespaceLabels["istio.io/dataplane-mode"]; got != "ambient" {
+		t.Errorf("the namespace's label is %q, want ambient", got)
+	}
+}
+
 // settle waits until the directory and all in it are old enough for their stamps
 // to be trusted. Only the clock makes them so.
 func settle(tb testing.TB, dir string) {
