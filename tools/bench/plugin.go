@@ -58,11 +58,10 @@ func (b *bench) plugin(ctx context.Context) error {
 			}
 		}
 	}
-	answered, err := agent.answered(), errors.Join(agent.stop(), netns.Remove())
-	if err != nil {
+	if err := errors.Join(agent.stop(), netns.Remove()); err != nil {
 		return err
 	}
-	if answered != len(ours.samples) {
+	if answered := agent.answered(); answered != len(ours.samples) {
 		return fmt.Errorf("%d ADDs reached the agent, want %d: the plugin decided without it", answered, len(ours.samples))
 	}
 	info, err := os.Stat(filepath.Join(b.cfg.bin, "ambient-cni"))
@@ -145,6 +144,7 @@ func (a *instantAgent) note(err error) {
 	a.count++
 }
 
+// answered returns how many requests there were; all of them once stop has returned.
 func (a *instantAgent) answered() int {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -53,7 +53,7 @@ func (b *bench) rules(ctx context.Context) error {
 		return err
 	}
 	for round := range b.cfg.rounds {
-		for _, step := range []func(context.Context, *podnetns.Netns) error{m.restoreTwice, m.nftables, m.nftables, m.nftables, m.iptables} {
+		for _, step := range []func(context.Context, *podnetns.Netns) error{m.restoreTwice, m.startTwice, m.nftables, m.nftables, m.nftables, m.iptables} {
 			if err := m.inFreshNetns(ctx, step); err != nil {
 				return fmt.Errorf("round %d: %w", round+1, err)
 			}
@@ -77,6 +77,7 @@ type rulesMeasure struct {
 	families []family
 	made     []*enclave.Netns
 
+	trueTwice                      figure
 	nftApply, nftVerify, nftRemove figure
 	iptApply, iptVerify, iptRemove figure
 	applyChildren, verifyChildren  int
@@ -85,6 +86,7 @@ type rulesMeasure struct {
 func (b *bench) addRules(m *rulesMeasure) {
 	r := b.yardstick.median()
 	b.rows = append(b.rows,
+		duration("two starts of a program that does nothing, /bin/true", m.trueTwice, yardstickName, r, 0, ""),
 		duration("nftables: apply, dual stack, policy rule and route, fresh netns", m.nftApply, yardstickName, r, 1.0/60, "R/60"),
 		duration("nftables: verify, nothing changed", m.nftVerify, yardstickName, r, 1.0/100, "R/100"),
 		duration("nftables: remove", m.nftRemove, yardstickName, r, 1.0/60, "R/60"),
@@ -214,6 +216,22 @@ func (m *rulesMeasure) restoreTwice(ctx context.Context, ns *podnetns.Netns) err
 				cmd.Stdin = stdin[i]
 				if err := cmd.Run(); err != nil {
 					return fmt.Errorf("running %s: %w", f.restore, err)
+				}
+			}
+			return nil
+		})
+	})
+}
+
+// startTwice takes a sample of what starting two processes costs here. The yardstick is
+// mostly that, which is why its ratio to this says how the limits compare with those of
+// another machine.
+func (m *rulesMeasure) startTwice(ctx context.Context, ns *podnetns.Netns) error {
+	return ns.Do(func() error {
+		return m.trueTwice.time(func() error {
+			for range 2 {
+				if err := exec.CommandContext(ctx, "true").Run(); err != nil {
+					return fmt.Errorf("running true: %w", err)
 				}
 			}
 			return nil
