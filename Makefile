@@ -26,7 +26,7 @@ COMMON := ./common.sh
 help: ## Show these targets.
 	awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	echo
-	echo '  ARGS=...         arguments for demo (--json, --hold, --redirection=iptables) and bench'
+	echo "  ARGS=...         arguments for demo (--json, --hold, --redirection=iptables), bench, lint (--fix)"
 	echo '  TESTFLAGS=...    flags for go test (-short, -run=NAME, -count=1)'
 	echo '  VERSION=...      the version stamped into the binaries; from git unless given'
 
@@ -76,7 +76,7 @@ lint: require-go ## Check format, go vet, golangci-lint and shellcheck.
 	$(COMMON) lint_format
 	go vet ./...
 	linter=$$($(COMMON) build_tools tools/lint) && \
-		"$$linter/golangci-lint" run ./...
+		"$$linter/golangci-lint" run $(ARGS) ./...
 	$(COMMON) require_commands shellcheck:shellcheck
 	shellcheck -x common.sh .ci/run .ci/as-user
 
