@@ -106,12 +106,12 @@ func backoff(failures int) time.Duration {
 	if shift := min(failures-1, 16); firstBackoff<<shift < maxBackoff {
 		wait = firstBackoff << shift
 	}
-	return wait/2 + rand.N(wait/2) //nolint:gosec // spreads load, guards nothing
+	return wait/2 + rand.N(wait/2)
 }
 
 // renewal is how long after an issuance the next one is due: half of the lifetime that is left,
 // give or take a tenth of that half, so that a node's identities do not stay in step.
 func renewal(lifetime time.Duration) time.Duration {
 	half := max(lifetime/2, minRenewal)
-	return half - half/10 + rand.N(half/5) //nolint:gosec // spreads load, guards nothing
+	return half - half/10 + rand.N(half/5)
 }

@@ -5,7 +5,6 @@ package certfetch
 import (
 	"container/list"
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -93,7 +92,7 @@ func (f *Fetcher) Register(uid string, id spiffeid.ID) error {
 		}
 		f.notify(id)
 	}
-	if e.svid == nil {
+	if !e.holds(now) {
 		f.askForPod(e, now)
 	}
 	f.schedule(e)
@@ -159,12 +158,7 @@ func (f *Fetcher) Wait(ctx context.Context, id spiffeid.ID) error {
 		case <-pending.outcome:
 			f.looked(pending.entry)
 		case <-ctx.Done():
-			why := f.looked(pending.entry)
-			if why == nil {
-				why = errors.New("the CA has not answered")
-			}
-			// Not %w: an earlier pod's denial is no denial for this one.
-			return fmt.Errorf("waiting for a certificate for %s: %w; until then: %v", id, ctx.Err(), why) //nolint:errorlint // see above
+			return fmt.Errorf("waiting for a certificate for %s: %w; until then: %s", id, ctx.Err(), f.looked(pending.entry))
 		}
 	}
 }
@@ -184,7 +178,7 @@ func (f *Fetcher) look(id spiffeid.ID) (*pendingWait, error) {
 	case err != nil:
 		return nil, err
 	case e.holds(wallNow()):
-		return nil, nil //nolint:nilnil // nothing to wait for
+		return nil, nil
 	case e.denied:
 		return nil, fmt.Errorf("certificate for %s: %w", id, e.err)
 	}
@@ -198,12 +192,16 @@ func (f *Fetcher) look(id spiffeid.ID) (*pendingWait, error) {
 	return &pendingWait{entry: e, outcome: e.outcome}, nil
 }
 
-// looked ends what look began, and returns the last failure.
-func (f *Fetcher) looked(e *entry) error {
+// looked ends what look began. It returns the last failure, as a text: an earlier pod's denial is
+// no denial for this one, so that no error of it may be in Wait's chain.
+func (f *Fetcher) looked(e *entry) string {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	e.waiters--
-	return e.err
+	if e.err == nil {
+		return "the CA has not answered"
+	}
+	return e.err.Error()
 }
 
 // SVID returns the certificate and key that id has now, the same value until there is a newer one.

@@ -28,7 +28,7 @@ const (
 func (f *Fetcher) keepRoots(ctx context.Context) {
 	var failures int
 	for {
-		wait := rootsEvery - rootsEvery/10 + rand.N(rootsEvery/5) //nolint:gosec // spreads load, guards nothing
+		wait := rootsEvery - rootsEvery/10 + rand.N(rootsEvery/5)
 		if err := f.refreshRoots(ctx); err != nil && ctx.Err() == nil {
 			failures++
 			wait = backoff(failures)
@@ -106,7 +106,7 @@ func (b Bundle) has(cert *x509.Certificate) bool {
 }
 
 func rotationDelay() time.Duration {
-	return rootsLead + rand.N(rotationSpread) //nolint:gosec // spreads load, guards nothing
+	return rootsLead + rand.N(rotationSpread)
 }
 
 // sameRoots compares two lists as sets: a CA that only changes their order changes nothing.

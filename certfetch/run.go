@@ -45,15 +45,15 @@ func (f *Fetcher) Run(ctx context.Context) error {
 	calls.Go(func() { f.keepRoots(ctx) })
 	timer := time.NewTimer(maxSleep)
 	defer timer.Stop()
-	for {
+	for ctx.Err() == nil {
 		timer.Reset(f.step(ctx, &calls))
 		select {
 		case <-ctx.Done():
-			return awaitCalls(&calls)
 		case <-f.wake:
 		case <-timer.C:
 		}
 	}
+	return awaitCalls(&calls)
 }
 
 func awaitCalls(calls *sync.WaitGroup) error {
@@ -91,11 +91,11 @@ func (f *Fetcher) step(ctx context.Context, calls *sync.WaitGroup) time.Duration
 		f.schedule(e)
 		calls.Go(func() { f.carryOut(callCtx, e, a) })
 	}
-	sleep := maxSleep
+	pause := maxSleep
 	if e := f.due.first(); e != nil {
-		sleep = min(sleep, max(0, e.due.Sub(now)))
+		pause = min(pause, max(0, e.due.Sub(now)))
 	}
-	return sleep
+	return pause
 }
 
 // attend does for e what is due at now. It needs f.mu.
@@ -291,7 +291,7 @@ func (f *Fetcher) dequeue(e *entry) {
 func (f *Fetcher) pop() *entry {
 	for _, lane := range []*list.List{f.urgent, f.normal} {
 		if first := lane.Front(); first != nil {
-			e := first.Value.(*entry) //nolint:forcetypeassert // only enqueue fills the lanes
+			e := first.Value.(*entry) //nolint:errcheck // only enqueue fills the lanes
 			f.dequeue(e)
 			return e
 		}

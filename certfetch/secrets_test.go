@@ -69,7 +69,7 @@ func TestSVIDDoesNotPrintItsKey(t *testing.T) {
 		}
 		number := svid.Key.(*ecdsa.PrivateKey).D.String() //nolint:staticcheck // as a careless %v would print it
 		for name, text := range map[string]string{
-			"%v": fmt.Sprintf("%v", svid), "%+v": fmt.Sprintf("%+v", *svid), "%#v": fmt.Sprintf("%#v", svid), "%s": fmt.Sprintf("%s", *svid),
+			"%v": fmt.Sprintf("%v", svid), "%+v": fmt.Sprintf("%+v", *svid), "%#v": fmt.Sprintf("%#v", svid), "%s": fmt.Sprintf("%s", []any{*svid}),
 			"%#v of the value": fmt.Sprintf("%#v", *svid), "in a struct": fmt.Sprintf("%+v", struct{ S *certfetch.SVID }{svid}),
 			"slog": logged.String(), "JSON": string(encoded),
 		} {

@@ -108,14 +108,14 @@ func TestBadAnswersAreDiscarded(t *testing.T) {
 				bad := badAnswers(ca)[name].answer
 				f := start(t, ca, certfetch.Config{TTL: time.Hour, Workers: 1})
 				id, other := account(t, "a"), account(t, "b")
-				bundle := f.Bundle()
 				first := await(t, f, "pod-1", id)
-				if bundle = f.Bundle(); len(bundle.Roots) != 1 {
+				bundle := f.Bundle()
+				if len(bundle.Roots) != 1 {
 					t.Fatalf("%d roots, want 1", len(bundle.Roots))
 				}
 
 				ca.AnswerFor(id, bad)
-				pass(first.NotAfter.Sub(time.Now()) - time.Second)
+				pass(time.Until(first.NotAfter) - time.Second)
 				if held(t, f, id) != first {
 					t.Error("the valid certificate was replaced")
 				}

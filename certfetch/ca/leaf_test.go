@@ -70,3 +70,40 @@ func assertSameAsX509(t *testing.T, authority *Authority, id spiffeid.ID, key *e
 		t.Errorf("the leaf for %s, valid from %s:\n%x\ncrypto/x509 makes:\n%x", id, notBefore, leaf.RawTBSCertificate, want.RawTBSCertificate)
 	}
 }
+
+// BenchmarkLeaf compares the pattern with crypto/x509's way to the same certificate.
+func BenchmarkLeaf(b *testing.B) {
+	td, err := spiffeid.ParseTrustDomain("cluster.local")
+	if err != nil {
+		b.Fatal(err)
+	}
+	authority, err := New(Config{TrustDomain: td})
+	if err != nil {
+		b.Fatal(err)
+	}
+	id, err := spiffeid.New(td, "shop", "cart")
+	if err != nil {
+		b.Fatal(err)
+	}
+	publicKeyDER, err := x509.MarshalPKIXPublicKey(&authority.key.PublicKey)
+	if err != nil {
+		b.Fatal(err)
+	}
+	now := time.Now()
+	b.Run("pattern", func(b *testing.B) {
+		for b.Loop() {
+			if _, err := authority.pattern.sign(id, publicKeyDER, now, now.Add(time.Hour), authority.key); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+	b.Run("x509", func(b *testing.B) {
+		for b.Loop() {
+			template := leafTemplate(id)
+			template.NotBefore, template.NotAfter = now, now.Add(time.Hour)
+			if _, err := create(template, authority.root, &authority.key.PublicKey, authority.key); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+}

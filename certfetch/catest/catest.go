@@ -17,7 +17,6 @@ import (
 	"fmt"
 	"net/url"
 	"sync"
-	"testing"
 	"time"
 
 	"ambientd/certfetch"
@@ -35,6 +34,12 @@ type Request struct {
 
 // Answer is what the CA does with a request.
 type Answer func(ctx context.Context, r Request) (certfetch.Issued, error)
+
+// TB is what is used of a test.
+type TB interface {
+	Helper()
+	Fatal(args ...any)
+}
 
 // CA is a [certfetch.Source]. It answers as the test says; at first it signs.
 type CA struct {
@@ -56,7 +61,7 @@ type issuer struct {
 }
 
 // New returns a CA with a root of its own.
-func New(tb testing.TB) *CA {
+func New(tb TB) *CA {
 	tb.Helper()
 	root, err := newIssuer("root", farAway(), nil)
 	if err != nil {
@@ -137,7 +142,7 @@ func (c *CA) FailRoots(err error) {
 }
 
 // Rotate replaces the root by another one, without any overlap.
-func (c *CA) Rotate(tb testing.TB) {
+func (c *CA) Rotate(tb TB) {
 	tb.Helper()
 	root, err := newIssuer("root", farAway(), nil)
 	if err != nil {

@@ -52,7 +52,7 @@ func (st *stream) handle(ctx context.Context, request *discoveryv3.DiscoveryRequ
 	}
 	if detail := request.GetErrorDetail(); detail != nil {
 		st.server.logger.WarnContext(ctx, "proxy rejected secrets", "names", wanted.String(),
-			"nonce", st.nonce(), "code", codes.Code(detail.GetCode()).String(), "reason", shorten(detail.GetMessage())) //nolint:gosec // printed only
+			"nonce", st.nonce(), "code", codes.Code(detail.GetCode()).String(), "reason", shorten(detail.GetMessage()))
 	}
 	if err := st.subscribe(wanted); err != nil {
 		return err
@@ -106,7 +106,7 @@ func (st *stream) push() error {
 			return err
 		}
 		if err := st.send(response); err != nil {
-			return err //nolint:wrapcheck // gRPC's own status
+			return err
 		}
 		st.sent = now
 	}

@@ -47,6 +47,6 @@ func appendLength(der []byte, n int) []byte {
 	case n < 0x100:
 		return append(der, 0x81, byte(n))
 	default:
-		return append(der, 0x82, byte(n>>8), byte(n)) //nolint:gosec // below 2^16
+		return append(der, 0x82, byte(n>>8), byte(n))
 	}
 }

@@ -132,7 +132,7 @@ func New(td TrustDomain, namespace, serviceAccount string) (ID, error) {
 func assemble(uri, td, namespace string) ID {
 	tdEnd := len(scheme) + len(td)
 	nsEnd := tdEnd + len(namespaceMark) + len(namespace)
-	//nolint:gosec // both are below MaxLength, which is below 2^16
+	// Both are below MaxLength, which is below 2^16.
 	return ID{uri: uri, tdEnd: uint16(tdEnd), nsEnd: uint16(nsEnd)}
 }
 
