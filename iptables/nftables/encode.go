@@ -28,22 +28,22 @@ func (b *batch) describe(sequence uint32) string {
 	return fmt.Sprintf("message %d", sequence)
 }
 
-// encodeReplacement encodes the transaction after which our table holds exactly the rules given, whatever it held before.
+// encodeReplacement encodes the transaction after which our table holds exactly the chains given, whatever it held before.
 // Adding the table first makes the deletion succeed where there is none; both happen at once for packets.
-func encodeReplacement(rules []redirection.Rule) (*batch, error) {
+func encodeReplacement(chains []chainLines) (*batch, error) {
 	return encode(func(conn *nftables.Conn) error {
 		conn.AddTable(ourTable())
 		conn.DelTable(ourTable())
 		conn.CreateTable(ourTable())
-		return addRules(conn, rules)
+		return addChains(conn, chains)
 	})
 }
 
 // encodeCreation encodes the transaction that makes our table where there is none. With a table, it fails with EEXIST.
-func encodeCreation(rules []redirection.Rule) (*batch, error) {
+func encodeCreation(chains []chainLines) (*batch, error) {
 	return encode(func(conn *nftables.Conn) error {
 		conn.CreateTable(ourTable())
-		return addRules(conn, rules)
+		return addChains(conn, chains)
 	})
 }
 

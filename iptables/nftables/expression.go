@@ -97,12 +97,14 @@ func describeExpressions(list []byte) (string, error) {
 func describeExpression(name string, f fields) string {
 	switch name {
 	case "meta":
-		return describeLoad(name, f.number(unix.NFTA_META_KEY), f, unix.NFTA_META_DREG, unix.NFTA_META_SREG)
+		key := f.number(unix.NFTA_META_KEY)
+		return describeLoad("meta", metaKey(key), f, unix.NFTA_META_DREG, unix.NFTA_META_SREG)
 	case "ct":
-		return describeLoad(name, f.number(unix.NFTA_CT_KEY), f, unix.NFTA_CT_DREG, unix.NFTA_CT_SREG)
+		key := f.number(unix.NFTA_CT_KEY)
+		return describeLoad("ct", conntrackKey(key), f, unix.NFTA_CT_DREG, unix.NFTA_CT_SREG)
 	case "payload":
-		return fmt.Sprintf("payload load %db @ base %d + %d => reg %d", f.number(unix.NFTA_PAYLOAD_LEN),
-			f.number(unix.NFTA_PAYLOAD_BASE), f.number(unix.NFTA_PAYLOAD_OFFSET), f.number(unix.NFTA_PAYLOAD_DREG))
+		return fmt.Sprintf("payload load %db @ %s + %d => reg %d", f.number(unix.NFTA_PAYLOAD_LEN),
+			payloadBase(f.number(unix.NFTA_PAYLOAD_BASE)), f.number(unix.NFTA_PAYLOAD_OFFSET), f.number(unix.NFTA_PAYLOAD_DREG))
 	case "cmp":
 		return fmt.Sprintf("cmp %s reg %d %s", comparison(f.number(unix.NFTA_CMP_OP)), f.number(unix.NFTA_CMP_SREG),
 			f.value(unix.NFTA_CMP_DATA))
@@ -123,11 +125,50 @@ func describeExpression(name string, f fields) string {
 	}
 }
 
-func describeLoad(name string, key uint32, f fields, destination, source uint16) string {
+func describeLoad(name, key string, f fields, destination, source uint16) string {
 	if _, sets := f[source]; sets {
-		return fmt.Sprintf("%s set key %d with reg %d", name, key, f.number(source))
+		return fmt.Sprintf("%s set %s with reg %d", name, key, f.number(source))
 	}
-	return fmt.Sprintf("%s load key %d => reg %d", name, key, f.number(destination))
+	return fmt.Sprintf("%s load %s => reg %d", name, key, f.number(destination))
+}
+
+func metaKey(key uint32) string {
+	switch key {
+	case unix.NFT_META_MARK:
+		return "mark"
+	case unix.NFT_META_IIFNAME:
+		return "iifname"
+	case unix.NFT_META_OIFNAME:
+		return "oifname"
+	case unix.NFT_META_NFPROTO:
+		return "nfproto"
+	case unix.NFT_META_L4PROTO:
+		return "l4proto"
+	default:
+		return fmt.Sprintf("key %d", key)
+	}
+}
+
+func conntrackKey(key uint32) string {
+	switch key {
+	case unix.NFT_CT_MARK:
+		return "mark"
+	case unix.NFT_CT_ZONE:
+		return "zone"
+	default:
+		return fmt.Sprintf("key %d", key)
+	}
+}
+
+func payloadBase(base uint32) string {
+	switch base {
+	case unix.NFT_PAYLOAD_NETWORK_HEADER:
+		return "network header"
+	case unix.NFT_PAYLOAD_TRANSPORT_HEADER:
+		return "transport header"
+	default:
+		return fmt.Sprintf("base %d", base)
+	}
 }
 
 func comparison(op uint32) string {

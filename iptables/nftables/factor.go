@@ -16,6 +16,30 @@ type line struct {
 	comment string
 }
 
+// String returns the line without its comment.
+func (l line) String() string { return fmt.Sprintf("%s: %s -> %s", l.Families, l.Match, l.Verdict) }
+
+// chainLines is one chain of our table.
+type chainLines struct {
+	chain redirection.Chain
+	lines []line
+}
+
+// arrange turns the model's rules into the chains of our table. A chain without rules is left out.
+func arrange(rules []redirection.Rule) []chainLines {
+	byChain := map[redirection.Chain][]redirection.Rule{}
+	for _, rule := range rules {
+		byChain[rule.Chain] = append(byChain[rule.Chain], rule)
+	}
+	var chains []chainLines
+	for _, c := range redirection.Chains() {
+		if len(byChain[c]) > 0 {
+			chains = append(chains, chainLines{chain: c, lines: lines(byChain[c])})
+		}
+	}
+	return chains
+}
+
 // lines turns the rules of one chain into those of our table.
 //
 // What the kernel takes to install a table goes by the number of expressions: it looks each one up by name in a list of

@@ -56,22 +56,15 @@ func baseChain(c redirection.Chain) (*nftables.Chain, error) {
 	return chain, nil
 }
 
-// addRules adds the rules, chain by chain. A chain without rules is left out.
-func addRules(conn *nftables.Conn, rules []redirection.Rule) error {
-	byChain := map[redirection.Chain][]redirection.Rule{}
-	for _, rule := range rules {
-		byChain[rule.Chain] = append(byChain[rule.Chain], rule)
-	}
-	for _, c := range redirection.Chains() {
-		if len(byChain[c]) == 0 {
-			continue
-		}
-		chain, err := baseChain(c)
+// addChains adds the chains with their lines.
+func addChains(conn *nftables.Conn, chains []chainLines) error {
+	for _, c := range chains {
+		chain, err := baseChain(c.chain)
 		if err != nil {
 			return err
 		}
 		conn.AddChain(chain)
-		for _, l := range lines(byChain[c]) {
+		for _, l := range c.lines {
 			verdict, err := renderVerdict(l.Verdict)
 			if err != nil {
 				return fmt.Errorf("rendering %s: %w", l.comment, err)

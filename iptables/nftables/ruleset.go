@@ -19,17 +19,19 @@ type ruleSet struct {
 	creation    *batch // where there is no table of ours
 	replacement *batch // where there may be one
 	want        *table
+	meanings    map[string]string // what a rule's expressions mean in the model's words
 	// good is what a kernel reported that a full comparison found to be as wanted, nil until then. Equal messages need
 	// no other comparison.
 	good atomic.Pointer[report]
 }
 
 func newRuleSet(rules []redirection.Rule) (*ruleSet, error) {
-	creation, err := encodeCreation(rules)
+	chains := arrange(rules)
+	creation, err := encodeCreation(chains)
 	if err != nil {
 		return nil, err
 	}
-	replacement, err := encodeReplacement(rules)
+	replacement, err := encodeReplacement(chains)
 	if err != nil {
 		return nil, err
 	}
@@ -37,7 +39,14 @@ func newRuleSet(rules []redirection.Rule) (*ruleSet, error) {
 	if err != nil {
 		return nil, fmt.Errorf("reading back the encoded rules: %w", err)
 	}
-	return &ruleSet{creation: creation, replacement: replacement, want: want}, nil
+	set := &ruleSet{creation: creation, replacement: replacement, want: want, meanings: map[string]string{}}
+	for i, c := range chains {
+		for j, l := range c.lines {
+			set.meanings[want.chains[i].rules[j].expressions] = l.String()
+		}
+	}
+	want.explain(set.meanings)
+	return set, nil
 }
 
 // install makes our table hold the rule set, in one transaction. A table of ours that is there is replaced, which costs
@@ -72,6 +81,7 @@ func (s *ruleSet) compare(socket *rawnetlink.Socket) ([]redirection.Difference, 
 	if err != nil {
 		return nil, fmt.Errorf("reading table %s: %w", redirection.NFTablesTable, err)
 	}
+	decoded.explain(s.meanings)
 	found := differences(s.want, decoded)
 	if len(found) == 0 {
 		s.good.Store(got.clone())

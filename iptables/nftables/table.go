@@ -27,6 +27,7 @@ type chain struct {
 type rule struct {
 	comment     string
 	expressions string
+	meaning     string // of the expressions in the model's words, empty for those of others
 }
 
 // decode reads messages that make, or report, tables, chains and rules, and takes up what belongs to our table.
@@ -201,5 +202,14 @@ func edits(want, got []rule) []edit {
 	return found
 }
 
+// explain adds the meanings of expressions that are known.
+func (t *table) explain(meanings map[string]string) {
+	for _, c := range t.chains {
+		for i := range c.rules {
+			c.rules[i].meaning = meanings[c.rules[i].expressions]
+		}
+	}
+}
+
 // String returns the rule with the comment that says which row it is.
-func (r rule) String() string { return r.comment + ": " + r.expressions }
+func (r rule) String() string { return r.comment + ", " + orText(r.meaning, r.expressions) }
