@@ -4,7 +4,6 @@ package main
 
 import (
 	"encoding/binary"
-	"encoding/json"
 	"errors"
 	"net"
 	"sync"
@@ -115,15 +114,6 @@ func sendsRaw(payload []byte) behaviour {
 		_, err := conn.Write(append(binary.BigEndian.AppendUint32(nil, uint32(len(payload))), payload...))
 		return err
 	}
-}
-
-// sendsJSON sends a frame that may be no reply.
-func sendsJSON(v any) behaviour {
-	payload, err := json.Marshal(v)
-	if err != nil {
-		panic(err)
-	}
-	return sendsRaw(payload)
 }
 
 // staysSilent waits until the plugin gives up.

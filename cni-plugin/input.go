@@ -188,7 +188,7 @@ func checkNetns(file *os.File) error {
 func checkNSType(fd uintptr) error {
 	// Other files may take the ioctl's number for something else: they are not asked.
 	var fs syscall.Statfs_t
-	if err := syscall.Fstatfs(int(fd), &fs); err != nil { //nolint:gosec // descriptors are small
+	if err := syscall.Fstatfs(int(fd), &fs); err != nil {
 		return fmt.Errorf("cannot be examined: %w", err)
 	}
 	if fs.Type != nsfsMagic {

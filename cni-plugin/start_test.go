@@ -34,7 +34,7 @@ func buildStatic(tb testing.TB, pkg string) string {
 // that does nothing, and reports the medians and their ratio, which may be at most 1.4. Turns are
 // taken because the machine's speed changes more between runs than what is measured.
 func BenchmarkStart(b *testing.B) {
-	plugins := []string{buildStatic(b, "ambientd/cni-plugin"), buildStatic(b, "ambientd/cni-plugin/testdata/nothing")}
+	plugins := []string{buildStatic(b, "ambientd/cni-plugin"), buildStatic(b, "ambientd/tools/bench/noop-plugin")}
 	info, err := os.Stat(plugins[0])
 	if err != nil {
 		b.Fatal(err)

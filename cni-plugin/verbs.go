@@ -60,7 +60,7 @@ func askAboutPod(conf config, req podevent.Request, netnsPath string, ignorable 
 	if err != nil {
 		return badNetns(req, err)
 	}
-	defer netns.Close() //nolint:errcheck // opened for reading, and the process ends
+	defer netns.Close()
 	timeout := conf.timeout
 	why, outside := conf.outside(req.Pod)
 	if outside {
@@ -99,7 +99,7 @@ func del(args *skel.CmdArgs) error {
 	if args.Netns != "" {
 		// Without the namespace, which is gone as a rule if it cannot be opened, the attachment says enough.
 		if netns, netnsErr = openNetns(args.Netns); netnsErr == nil {
-			defer netns.Close() //nolint:errcheck // opened for reading, and the process ends
+			defer netns.Close()
 		}
 	}
 	req := podevent.Request{

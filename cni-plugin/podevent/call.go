@@ -33,7 +33,7 @@ func Call(ctx context.Context, socket string, req Request, netns *os.File) (Repl
 	if err != nil {
 		return Reply{}, unavailable(ctx, err)
 	}
-	defer conn.Close() //nolint:errcheck // nothing is buffered; the reply is read or given up
+	defer conn.Close()
 	// A deadline in the past wakes the reads and writes that are under way.
 	stop := context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
@@ -111,7 +111,7 @@ func send(conn *net.UnixConn, buf []byte, netns *os.File) error {
 		// Not netns.Fd(), which may change the mode of a description that others share.
 		var sendErr error
 		if err := raw.Control(func(fd uintptr) {
-			sent, _, sendErr = conn.WriteMsgUnix(buf, syscall.UnixRights(int(fd)), nil) //nolint:gosec // descriptors are small
+			sent, _, sendErr = conn.WriteMsgUnix(buf, syscall.UnixRights(int(fd)), nil)
 		}); err != nil {
 			return fmt.Errorf("%w: %w", errUnusableFile, err)
 		}

@@ -188,7 +188,7 @@ func TestCallBadReply(t *testing.T) {
 			if !errors.Is(err, c.want) || !strings.Contains(err.Error(), c.text) {
 				t.Errorf("error: %v, want %v with %q", err, c.want, c.text)
 			}
-			if c.want == ErrMalformed && errors.Is(err, ErrUnavailable) {
+			if errors.Is(err, ErrMalformed) && errors.Is(err, ErrUnavailable) {
 				t.Errorf("an answer that came counts as none: %v", err)
 			}
 		})

@@ -32,7 +32,7 @@ func frame(v any, limit int) ([]byte, error) {
 		return nil, fmt.Errorf("message of %d bytes, at most %d are allowed", len(payload), limit)
 	}
 	buf := make([]byte, headerLen, headerLen+len(payload))
-	binary.BigEndian.PutUint32(buf, uint32(len(payload))) //nolint:gosec // bounded by limit
+	binary.BigEndian.PutUint32(buf, uint32(len(payload)))
 	return append(buf, payload...), nil
 }
 
@@ -60,7 +60,7 @@ func decode(payload []byte, v any) error {
 // payloadLen reads a header and holds it against the limit.
 func payloadLen(header []byte, limit int) (int, error) {
 	n := binary.BigEndian.Uint32(header)
-	if n == 0 || n > uint32(limit) { //nolint:gosec // limits are small constants
+	if n == 0 || n > uint32(limit) {
 		return 0, fmt.Errorf("%w: length %d, expected 1 to %d", ErrMalformed, n, limit)
 	}
 	return int(n), nil
@@ -84,7 +84,7 @@ func ReadRequest(conn *net.UnixConn) (Request, *os.File, error) {
 	if len(fds) == 0 {
 		return req, nil, nil
 	}
-	return req, os.NewFile(uintptr(fds[0]), "netns"), nil //nolint:gosec // descriptors are small
+	return req, os.NewFile(uintptr(fds[0]), "netns"), nil
 }
 
 // readRequest returns the descriptors also along with an error: the caller owns them.
@@ -142,13 +142,11 @@ type msgReader struct {
 	fds  []int
 }
 
-// oobLen has room for the one descriptor that is allowed, and some more. What does not fit the
-// kernel closes by itself and sets MSG_CTRUNC.
-var oobLen = syscall.CmsgSpace(4 * 4)
-
 // readFull fills buf exactly. [io.EOF] means that not a single byte came.
 func (r *msgReader) readFull(buf []byte) error {
-	oob := make([]byte, oobLen)
+	// Room for the one descriptor that is allowed, and some more. What does not fit the kernel closes
+	// by itself and sets MSG_CTRUNC.
+	oob := make([]byte, syscall.CmsgSpace(4*4))
 	for got := 0; got < len(buf); {
 		// ReadMsgUnix passes MSG_CMSG_CLOEXEC: no child of the agent inherits the descriptors.
 		n, oobn, flags, _, err := r.conn.ReadMsgUnix(buf[got:], oob)

@@ -86,7 +86,7 @@ func listen(network, path string, mode fs.FileMode) (*net.UnixListener, error) {
 func bind(network, path string, mode fs.FileMode) (*net.UnixListener, error) {
 	config := net.ListenConfig{Control: func(_, _ string, conn syscall.RawConn) error {
 		var chmodErr error
-		if err := conn.Control(func(fd uintptr) { chmodErr = unix.Fchmod(int(fd), uint32(mode)) }); err != nil { //nolint:gosec // descriptors are small
+		if err := conn.Control(func(fd uintptr) { chmodErr = unix.Fchmod(int(fd), uint32(mode)) }); err != nil {
 			return err
 		}
 		return chmodErr
@@ -106,7 +106,7 @@ func lockDir(dir string) (unlock func(), err error) {
 	}
 	deadline := time.Now().Add(lockWait)
 	for {
-		err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB) //nolint:gosec // descriptors are small
+		err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB)
 		if err == nil {
 			// Closing the only descriptor of the description gives the lock back.
 			return func() { _ = d.Close() }, nil
@@ -132,7 +132,9 @@ func removeStale(path string) error {
 	}
 	// The type of the probing socket need not match: the kernel looks for a listener first and answers
 	// EPROTOTYPE for one of another type, which is living all the same.
-	conn, err := net.DialTimeout("unix", path, probeTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), probeTimeout)
+	defer cancel()
+	conn, err := (&net.Dialer{}).DialContext(ctx, "unix", path)
 	switch {
 	case err == nil:
 		return errors.Join(ErrInUse, conn.Close())
@@ -185,7 +187,7 @@ func checkPeer(conn *net.UnixConn) error {
 	var cred *unix.Ucred
 	var credErr error
 	if err := raw.Control(func(fd uintptr) {
-		cred, credErr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) //nolint:gosec // descriptors are small
+		cred, credErr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
 	}); err != nil {
 		return fmt.Errorf("reading the peer's credentials: %w", err)
 	}

@@ -155,7 +155,7 @@ func outOfResources(err error) bool {
 // serve takes one connection from its request to its reply. It is where all of its errors end.
 func (s *Server) serve(stop, work context.Context, conn *net.UnixConn) {
 	defer func() { <-s.connections }()
-	defer conn.Close() //nolint:errcheck // the reply has been written, or its loss been logged
+	defer conn.Close()
 
 	req, netns, err := s.read(stop, conn)
 	if err != nil {
@@ -163,15 +163,25 @@ func (s *Server) serve(stop, work context.Context, conn *net.UnixConn) {
 		return
 	}
 	if netns != nil {
-		defer netns.Close() //nolint:errcheck // a read-only descriptor
+		defer netns.Close()
 	}
+	var o outcome
 	start := time.Now()
-	reply, hungUp := s.handle(work, conn, req, netns)
-	err = s.reply(conn, reply)
-	if errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNRESET) {
-		hungUp, err = true, nil // between the end of the watch and the reply
+	o.reply, o.hungUp = s.handle(work, conn, req, netns)
+	o.replyErr = s.reply(conn, o.reply)
+	if errors.Is(o.replyErr, syscall.EPIPE) || errors.Is(o.replyErr, syscall.ECONNRESET) {
+		o.hungUp, o.replyErr = true, nil // between the end of the watch and the reply
 	}
-	s.log(req, reply, time.Since(start), hungUp, err)
+	o.took = time.Since(start)
+	s.log(work, req, o)
+}
+
+// outcome is what became of a request.
+type outcome struct {
+	reply    podevent.Reply
+	replyErr error // of sending it, to a plugin that is still there
+	hungUp   bool  // the plugin did not wait for it
+	took     time.Duration
 }
 
 // read waits for the request, but not beyond the agent's stop.
@@ -303,7 +313,7 @@ func (s *Server) reply(conn *net.UnixConn, reply podevent.Reply) error {
 
 // log writes the one line per event: at info what changed a pod, at debug what only asked, at warn
 // what went wrong.
-func (s *Server) log(req podevent.Request, reply podevent.Reply, took time.Duration, hungUp bool, replyErr error) {
+func (s *Server) log(ctx context.Context, req podevent.Request, o outcome) {
 	level := slog.LevelDebug
 	attrs := []slog.Attr{slog.String("command", req.Command), slog.String("network", req.Network)}
 	if req.ContainerID != "" {
@@ -315,19 +325,19 @@ func (s *Server) log(req podevent.Request, reply podevent.Reply, took time.Durat
 	if req.Command == podevent.CommandAdd || req.Command == podevent.CommandDel || req.Command == podevent.CommandGC {
 		level = slog.LevelInfo
 	}
-	if reply.Error != nil {
+	if o.reply.Error != nil {
 		level = slog.LevelWarn
-		attrs = append(attrs, slog.Uint64("code", uint64(reply.Error.Code)), slog.String("err", reply.Error.Error()))
+		attrs = append(attrs, slog.Uint64("code", uint64(o.reply.Error.Code)), slog.String("err", o.reply.Error.Error()))
 	} else {
-		attrs = append(attrs, slog.String("result", reply.Result), slog.String("reason", reply.Reason))
+		attrs = append(attrs, slog.String("result", o.reply.Result), slog.String("reason", o.reply.Reason))
 	}
-	if hungUp {
-		attrs = append(attrs, slog.Bool("hung-up", true))
+	if o.hungUp {
+		attrs = append(attrs, slog.Bool("hung_up", true))
 	}
-	if replyErr != nil {
+	if o.replyErr != nil {
 		level = slog.LevelWarn
-		attrs = append(attrs, slog.String("reply-err", replyErr.Error()))
+		attrs = append(attrs, slog.String("reply_err", o.replyErr.Error()))
 	}
-	attrs = append(attrs, slog.Duration("took", took))
-	s.config.Logger.LogAttrs(context.Background(), level, "cni event", attrs...)
+	attrs = append(attrs, slog.Duration("took", o.took))
+	s.config.Logger.LogAttrs(ctx, level, "cni event", attrs...)
 }

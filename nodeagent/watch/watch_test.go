@@ -281,7 +281,7 @@ func TestHangUp(t *testing.T) {
 			r.stop()
 			<-r.done
 			lines := r.log.lines(t)
-			if last := lines[len(lines)-1]; last["hung-up"] != true || last["err"] != "undone" {
+			if last := lines[len(lines)-1]; last["hung_up"] != true || last["err"] != "undone" {
 				t.Errorf("log: %v", last)
 			}
 		})
