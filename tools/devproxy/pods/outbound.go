@@ -71,8 +71,8 @@ type closableStream interface {
 type connection struct {
 	Direction           direction
 	Source              netip.AddrPort
-	Destination         netip.AddrPort
-	SourceIdentity      spiffeid.ID // zero when it is not known
+	Destination         netip.AddrPort // zero when it is not known, like the next two
+	SourceIdentity      spiffeid.ID
 	DestinationIdentity spiffeid.ID
 	Protocol            protocol
 }
@@ -97,8 +97,10 @@ func (p *pod) attrs(c connection) []any {
 	attrs := []any{
 		"direction", string(c.Direction),
 		"src", c.Source.String(),
-		"dst", c.Destination.String(),
 		"protocol", string(c.Protocol),
+	}
+	if c.Destination.IsValid() {
+		attrs = append(attrs, "dst", c.Destination.String())
 	}
 	if !c.SourceIdentity.IsZero() {
 		attrs = append(attrs, "source_identity", c.SourceIdentity.String())

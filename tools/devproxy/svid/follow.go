@@ -36,6 +36,7 @@ type follower struct {
 
 func (f *follower) run(ctx context.Context) {
 	backoff := minBackoff
+	logged := ""
 	for {
 		answered, err := f.stream(ctx)
 		if ctx.Err() != nil {
@@ -49,7 +50,10 @@ func (f *follower) run(ctx context.Context) {
 		if answered {
 			backoff = minBackoff
 		}
-		f.log.Warn("secret stream ended", "resource", f.name, "error", err)
+		if answered || err.Error() != logged { // the same again says nothing new
+			f.log.Warn("secret stream ended", "resource", f.name, "error", err)
+			logged = err.Error()
+		}
 		select {
 		case <-time.After(backoff/2 + rand.N(backoff)):
 		case <-ctx.Done():

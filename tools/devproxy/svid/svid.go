@@ -50,8 +50,9 @@ type Store struct {
 }
 
 type identity struct {
-	users       int
+	log         *slog.Logger
 	stop        context.CancelFunc
+	users       int
 	certificate *tls.Certificate // nil while there is none
 }
 
@@ -76,12 +77,13 @@ func (s *Store) Acquire(ctx context.Context, id spiffeid.ID) (release func()) {
 	if entry == nil {
 		// It outlives the caller's pod while other pods have the identity.
 		followCtx, cancel := context.WithCancel(context.WithoutCancel(ctx))
-		entry = &identity{stop: cancel}
+		log := s.cfg.Logger.With("identity", id.String())
+		entry = &identity{stop: cancel, log: log}
 		s.identities[id] = entry
 		f := follower{
 			client: s.cfg.Client,
 			name:   id.String(),
-			log:    s.cfg.Logger.With("identity", id.String()),
+			log:    log,
 			apply:  func(secret *tlsv3.Secret) error { return s.setCertificate(id, entry, secret) },
 			gone:   func() { s.replaceCertificate(entry, nil) },
 		}
@@ -190,9 +192,27 @@ func (s *Store) setCertificate(id spiffeid.ID, entry *identity, secret *tlsv3.Se
 	return nil
 }
 
+// replaceCertificate keeps the value it has if c is the same certificate, which
+// a new stream begins with: connections made with it are not outdated.
 func (s *Store) replaceCertificate(entry *identity, c *tls.Certificate) {
+	old := s.swap(entry, c)
+	switch {
+	case c != nil && c != old:
+		entry.log.Info("certificate taken", "not_after", c.Leaf.NotAfter)
+	case c == nil && old != nil:
+		entry.log.Info("certificate gone")
+	}
+}
+
+// swap returns what was there before; c itself stands for "the same".
+func (s *Store) swap(entry *identity, c *tls.Certificate) (old *tls.Certificate) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	old = entry.certificate
+	if c != nil && old != nil && c.Leaf.Equal(old.Leaf) {
+		return c
+	}
 	entry.certificate = c
 	s.notify()
+	return old
 }
