@@ -155,16 +155,16 @@ func (b *Backend) install(c *conn, set *ruleSet) error {
 	if b.seen.holds(c.cookie, before.generation, set) {
 		return nil
 	}
-	if err := set.install(c.packet, before.exists); err != nil {
+	if err := set.install(c.packet, before); err != nil {
 		return err
 	}
 	if set.good.Load() == nil {
 		// No kernel has been seen yet to make of these messages what they are meant to say: let Verify look.
 		return nil
 	}
-	after, err := readStatus(c.packet)
-	if err == nil && after.generation == before.generation+1 {
-		b.seen.record(c.cookie, after.generation, set) // ours was the only transaction
+	// The rules are in place. Without an answer here, or with more than our own transaction in between, Verify will look.
+	if after, err := readStatus(c.packet); err == nil && after.generation == before.generation+1 {
+		b.seen.record(c.cookie, after.generation, set)
 	}
 	return nil
 }

@@ -86,14 +86,14 @@ func renderMatch(rule redirection.Rule) []expr.Any {
 	m := rule.Match
 	if rule.Families != redirection.DualStack {
 		// A table of family inet sees both.
-		e.compare(&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: register}, false, []byte{protocolFamily(rule.Families)})
+		e.compare(&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: register}, expr.CmpOpEq, []byte{protocolFamily(rule.Families)})
 	}
 	e.interfaceName(expr.MetaKeyIIFNAME, m.In)
 	e.interfaceName(expr.MetaKeyOIFNAME, m.Out)
 	e.address(m.Source, 12, 8)
 	e.address(m.Destination, 16, 24)
 	if m.Protocol != redirection.AnyProtocol {
-		e.compare(&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register}, false, []byte{byte(m.Protocol)})
+		e.compare(&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register}, expr.CmpOpEq, []byte{byte(m.Protocol)})
 	}
 	e.port(m.SourcePort, 0)
 	e.port(m.DestinationPort, 2)
@@ -105,26 +105,27 @@ func renderMatch(rule redirection.Rule) []expr.Any {
 // expressions is a rule under construction.
 type expressions []expr.Any
 
-// compare loads a value and lets the packet pass if it is, or with not is not, as wanted.
-func (e *expressions) compare(load expr.Any, not bool, want []byte) {
-	*e = append(*e, load)
-	e.decide(not, want)
+// compare loads a value and lets the packet pass if it compares as it should.
+func (e *expressions) compare(load expr.Any, op expr.CmpOp, want []byte) {
+	*e = append(*e, load, &expr.Cmp{Op: op, Register: register, Data: want})
 }
 
 // masked likewise compares a part of the value.
-func (e *expressions) masked(load expr.Any, mask []byte, not bool, want []byte) {
+func (e *expressions) masked(load expr.Any, mask []byte, op expr.CmpOp, want []byte) {
 	*e = append(*e, load, &expr.Bitwise{
 		SourceRegister: register, DestRegister: register, Len: uint32(len(mask)), Mask: mask, Xor: make([]byte, len(mask)),
-	})
-	e.decide(not, want)
+	}, &expr.Cmp{Op: op, Register: register, Data: want})
 }
 
-func (e *expressions) decide(not bool, want []byte) {
-	op := expr.CmpOpEq
-	if not {
-		op = expr.CmpOpNeq
+// negation is the Not of a condition.
+type negation bool
+
+// op returns the comparison that the condition asks for.
+func (n negation) op() expr.CmpOp {
+	if n {
+		return expr.CmpOpNeq
 	}
-	*e = append(*e, &expr.Cmp{Op: op, Register: register, Data: want})
+	return expr.CmpOpEq
 }
 
 func (e *expressions) interfaceName(key expr.MetaKey, m redirection.InterfaceMatch) {
@@ -133,7 +134,7 @@ func (e *expressions) interfaceName(key expr.MetaKey, m redirection.InterfaceMat
 	}
 	name := make([]byte, unix.IFNAMSIZ) // all of it: a shorter comparison would match a prefix
 	copy(name, m.Name)
-	e.compare(&expr.Meta{Key: key, Register: register}, m.Not, name)
+	e.compare(&expr.Meta{Key: key, Register: register}, negation(m.Not).op(), name)
 }
 
 // address compares an address at the offset that it has in the header of its family.
@@ -150,11 +151,11 @@ func (e *expressions) address(m redirection.AddressMatch, offsetIPv4, offsetIPv6
 		load.Offset = offsetIPv6
 	}
 	if bits%8 != 0 {
-		e.masked(load, net.CIDRMask(bits, 8*len(want)), m.Not, want)
+		e.masked(load, net.CIDRMask(bits, 8*len(want)), negation(m.Not).op(), want)
 		return
 	}
 	load.Len = uint32(bits / 8) // the network part alone needs no mask
-	e.compare(load, m.Not, want[:bits/8])
+	e.compare(load, negation(m.Not).op(), want[:bits/8])
 }
 
 // port compares a port of TCP or UDP; both have the source's at offset 0 and the destination's at 2.
@@ -163,14 +164,14 @@ func (e *expressions) port(m redirection.PortMatch, offset uint32) {
 		return
 	}
 	e.compare(&expr.Payload{Base: expr.PayloadBaseTransportHeader, Offset: offset, Len: 2, DestRegister: register},
-		m.Not, binary.BigEndian.AppendUint16(nil, m.Port))
+		negation(m.Not).op(), binary.BigEndian.AppendUint16(nil, m.Port))
 }
 
 func (e *expressions) mark(load expr.Any, m redirection.MarkMatch) {
 	if m.Mark.Mask == 0 {
 		return
 	}
-	e.masked(load, nativeEndian(m.Mark.Mask), m.Not, nativeEndian(m.Mark.Value))
+	e.masked(load, nativeEndian(m.Mark.Mask), negation(m.Not).op(), nativeEndian(m.Mark.Value))
 }
 
 func renderVerdict(v redirection.Verdict) ([]expr.Any, error) {

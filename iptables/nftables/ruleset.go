@@ -49,10 +49,10 @@ func newRuleSet(rules []redirection.Rule) (*ruleSet, error) {
 	return set, nil
 }
 
-// install makes our table hold the rule set, in one transaction. A table of ours that is there is replaced, which costs
-// the kernel a grace period later on; so it is not done where there is none.
-func (s *ruleSet) install(socket *rawnetlink.Socket, exists bool) error {
-	if !exists {
+// install makes our table hold the rule set, in one transaction. Replacing a table costs the kernel a grace period later
+// on, so that is not done where, before, there was none.
+func (s *ruleSet) install(socket *rawnetlink.Socket, before status) error {
+	if !before.exists {
 		err := commit(socket, s.creation)
 		if !errors.Is(err, unix.EEXIST) {
 			return err
