@@ -286,7 +286,7 @@ func (p *Peer) state() State {
 // must neither keep nor change, and must not call the peer.
 func (p *Peer) Await(ctx context.Context, cond func(State) bool) error {
 	for {
-		met, ended, changed := p.check(cond)
+		met, changed, ended := p.check(cond)
 		if met {
 			return nil
 		}
@@ -303,10 +303,10 @@ func (p *Peer) Await(ctx context.Context, cond func(State) bool) error {
 	}
 }
 
-func (p *Peer) check(cond func(State) bool) (met bool, ended error, changed <-chan struct{}) {
+func (p *Peer) check(cond func(State) bool) (met bool, changed <-chan struct{}, ended error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return cond(p.state()), p.err, p.changed
+	return cond(p.state()), p.changed, p.err
 }
 
 // AwaitReady returns once the snapshot is complete and accepted.

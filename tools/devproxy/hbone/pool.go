@@ -261,7 +261,9 @@ type stream struct {
 
 func (s *stream) Read(b []byte) (int, error)  { return s.body.Read(b) }
 func (s *stream) Write(b []byte) (int, error) { return s.upload.Write(b) }
-func (s *stream) CloseWrite() error           { return s.upload.Close() }
+
+// CloseWrite ends the request's body.
+func (s *stream) CloseWrite() error { return s.upload.Close() }
 
 // Close ends the request, and resets it if it has not ended by itself.
 func (s *stream) Close() error {

@@ -26,10 +26,10 @@ func (i inbound) Open(ctx context.Context, in hbone.Inbound) (hbone.Upstream, er
 	if err != nil {
 		return nil, err
 	}
-	return slotted{closableStream: upstream, free: i.p.streams.free}, nil
+	return slotted{Upstream: upstream, free: i.p.streams.free}, nil
 }
 
-func (i inbound) open(ctx context.Context, in hbone.Inbound) (closableStream, error) {
+func (i inbound) open(ctx context.Context, in hbone.Inbound) (hbone.Upstream, error) {
 	if in.Target.Addr() != in.Local {
 		return nil, fmt.Errorf("%s is not this pod's address, which is %s", in.Target.Addr(), in.Local)
 	}
@@ -60,14 +60,14 @@ func (i inbound) connection(in hbone.Inbound) connection {
 
 // slotted frees a slot when it is closed, which happens once.
 type slotted struct {
-	closableStream
+	hbone.Upstream
 	free func()
 }
 
 // Close closes the stream and frees its slot.
 func (s slotted) Close() error {
 	defer s.free()
-	return s.closableStream.Close()
+	return s.Upstream.Close()
 }
 
 // plaintext takes a connection from outside the mesh.
@@ -84,7 +84,7 @@ func (p *pod) plaintext(ctx context.Context, c *net.TCPConn) {
 	p.logBroken(conn, relay.Join(ctx, client, upstream))
 }
 
-func (p *pod) openPlaintext(ctx context.Context, c *net.TCPConn, conn *connection) (closableStream, error) {
+func (p *pod) openPlaintext(ctx context.Context, c *net.TCPConn, conn *connection) (hbone.Upstream, error) {
 	ctx, cancel := context.WithTimeout(ctx, openTimeout)
 	defer cancel()
 	dst, err := podnet.OriginalDst(c)
@@ -97,7 +97,7 @@ func (p *pod) openPlaintext(ctx context.Context, c *net.TCPConn, conn *connectio
 
 // dialApplication connects to the pod's own application, in the client's name
 // if so configured.
-func (p *pod) dialApplication(ctx context.Context, client netip.Addr, to netip.AddrPort) (closableStream, error) {
+func (p *pod) dialApplication(ctx context.Context, client netip.Addr, to netip.AddrPort) (hbone.Upstream, error) {
 	switch to.Port() {
 	case outboundPort, plaintextPort, hbone.Port, dnsPort:
 		return nil, errors.New("the destination is the proxy itself")

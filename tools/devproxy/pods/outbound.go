@@ -29,7 +29,7 @@ func (p *pod) outbound(ctx context.Context, c *net.TCPConn) {
 }
 
 // openOutbound fills in what it learns about conn.
-func (p *pod) openOutbound(ctx context.Context, c *net.TCPConn, conn *connection) (closableStream, error) {
+func (p *pod) openOutbound(ctx context.Context, c *net.TCPConn, conn *connection) (hbone.Upstream, error) {
 	ctx, cancel := context.WithTimeout(ctx, openTimeout)
 	defer cancel()
 	dst, err := podnet.OriginalDst(c)
@@ -53,18 +53,12 @@ func (p *pod) openOutbound(ctx context.Context, c *net.TCPConn, conn *connection
 	return s, nil
 }
 
-func (p *pod) dial(ctx context.Context, source netip.Addr, to netip.AddrPort) (closableStream, error) {
+func (p *pod) dial(ctx context.Context, source netip.Addr, to netip.AddrPort) (hbone.Upstream, error) {
 	c, err := p.netns.DialTCP(ctx, source, to)
 	if err != nil {
 		return nil, err
 	}
 	return relay.TCP{TCPConn: c}, nil
-}
-
-// closableStream is a stream that is released by Close, however it ended.
-type closableStream interface {
-	relay.Stream
-	Close() error
 }
 
 // connection is what the log says about one.

@@ -104,7 +104,7 @@ func (p *pod) listen(ctx context.Context) error {
 	return err
 }
 
-func (p *pod) listenOn(ctx context.Context, any, loopback netip.Addr) error {
+func (p *pod) listenOn(ctx context.Context, wildcard, loopback netip.Addr) error {
 	// The captured queries come to loopback, where redirection sends what the
 	// pod itself sends. It goes first: a netns without IPv6 refuses it.
 	if err := p.listenUDP(ctx, netip.AddrPortFrom(loopback, dnsPort)); err != nil {
@@ -115,9 +115,9 @@ func (p *pod) listenOn(ctx context.Context, any, loopback netip.Addr) error {
 		serve func(ctx context.Context, l *net.TCPListener)
 	}{
 		{netip.AddrPortFrom(loopback, dnsPort), p.accept(p.outbound)},
-		{netip.AddrPortFrom(any, outboundPort), p.accept(p.outbound)},
-		{netip.AddrPortFrom(any, plaintextPort), p.accept(p.plaintext)},
-		{netip.AddrPortFrom(any, hbone.Port), p.serveHBONE},
+		{netip.AddrPortFrom(wildcard, outboundPort), p.accept(p.outbound)},
+		{netip.AddrPortFrom(wildcard, plaintextPort), p.accept(p.plaintext)},
+		{netip.AddrPortFrom(wildcard, hbone.Port), p.serveHBONE},
 	} {
 		listener, err := p.netns.ListenTCP(ctx, l.addr)
 		if err != nil {

@@ -69,22 +69,26 @@ func New(cfg Config) *Client { return &Client{cfg: cfg} }
 // Run keeps a stream open until ctx ends, and then returns nil.
 func (c *Client) Run(ctx context.Context) error {
 	backoff := minBackoff
-	for {
-		ready, err := c.stream(ctx)
-		if ctx.Err() != nil {
-			return nil
-		}
-		if ready {
+	for ctx.Err() == nil {
+		if c.serve(ctx) {
 			backoff = minBackoff
 		}
-		c.cfg.Logger.Warn("ZDS stream ended", "error", err)
 		select {
 		case <-time.After(backoff/2 + rand.N(backoff)):
 		case <-ctx.Done():
-			return nil
 		}
 		backoff = min(2*backoff, maxBackoff)
 	}
+	return nil
+}
+
+// serve is stream, and logs why it ended.
+func (c *Client) serve(ctx context.Context) (ready bool) {
+	ready, err := c.stream(ctx)
+	if ctx.Err() == nil {
+		c.cfg.Logger.Warn("ZDS stream ended", "error", err)
+	}
+	return ready
 }
 
 // stream serves one connection to its end, which is always an error. ready says
