@@ -84,9 +84,9 @@ func renderRule(r redirection.Rule) (string, error) {
 	add(m.In.Name != "", m.In.Not, "-i", m.In.Name)
 	add(m.Out.Name != "", m.Out.Not, "-o", m.Out.Name)
 	add(m.Protocol != redirection.AnyProtocol, false, "-p", protocol)
-	add(m.SourcePort.Port != 0 || m.DestinationPort.Port != 0, false, "-m", protocol)
-	add(m.SourcePort.Port != 0, m.SourcePort.Not, "--sport", strconv.Itoa(int(m.SourcePort.Port)))
-	add(m.DestinationPort.Port != 0, m.DestinationPort.Not, "--dport", strconv.Itoa(int(m.DestinationPort.Port)))
+	add(m.SourcePort.Ports != (redirection.PortRange{}) || m.DestinationPort.Ports != (redirection.PortRange{}), false, "-m", protocol)
+	add(m.SourcePort.Ports != (redirection.PortRange{}), m.SourcePort.Not, "--sport", portRange(m.SourcePort.Ports))
+	add(m.DestinationPort.Ports != (redirection.PortRange{}), m.DestinationPort.Not, "--dport", portRange(m.DestinationPort.Ports))
 	add(m.PacketMark.Mark.Mask != 0, false, "-m", "mark")
 	add(m.PacketMark.Mark.Mask != 0, m.PacketMark.Not, "--mark", m.PacketMark.Mark.String())
 	add(m.ConnMark.Mark.Mask != 0, false, "-m", "connmark")
@@ -147,4 +147,12 @@ func (s *script) fill(c chain) {
 		s.line("-A %s %s", c.name, rule)
 	}
 	s.line("-I %s 1 -j %s", c.builtin, c.name)
+}
+
+// portRange spells ports as --sport and --dport do: "8000:8010".
+func portRange(r redirection.PortRange) string {
+	if r.First == r.Last {
+		return strconv.Itoa(int(r.First))
+	}
+	return fmt.Sprintf("%d:%d", r.First, r.Last)
 }

@@ -108,6 +108,9 @@ func describeExpression(name string, f fields) string {
 	case "cmp":
 		return fmt.Sprintf("cmp %s reg %d %s", comparison(f.number(unix.NFTA_CMP_OP)), f.number(unix.NFTA_CMP_SREG),
 			f.value(unix.NFTA_CMP_DATA))
+	case "range":
+		return fmt.Sprintf("range %s reg %d %s %s", comparison(f.number(unix.NFTA_RANGE_OP)), f.number(unix.NFTA_RANGE_SREG),
+			f.value(unix.NFTA_RANGE_FROM_DATA), f.value(unix.NFTA_RANGE_TO_DATA))
 	case "bitwise":
 		return fmt.Sprintf("bitwise reg %d = ( reg %d & %s ) ^ %s length %d", f.number(unix.NFTA_BITWISE_DREG),
 			f.number(unix.NFTA_BITWISE_SREG), f.value(unix.NFTA_BITWISE_MASK), f.value(unix.NFTA_BITWISE_XOR),

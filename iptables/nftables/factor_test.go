@@ -17,6 +17,8 @@ type packet struct {
 	source, destination netip.Addr
 	protocol            redirection.Protocol
 	sport, dport        uint16
+	syn                 bool
+	icmpType            uint8
 	mark, connMark      uint32
 }
 
@@ -33,8 +35,10 @@ func (p packet) matches(r redirection.Rule) bool {
 		(!m.Source.Prefix.IsValid() || m.Source.Prefix.Contains(p.source) != m.Source.Not) &&
 		(!m.Destination.Prefix.IsValid() || m.Destination.Prefix.Contains(p.destination) != m.Destination.Not) &&
 		(m.Protocol == redirection.AnyProtocol || p.protocol == m.Protocol) &&
-		(m.SourcePort.Port == 0 || (p.sport == m.SourcePort.Port) != m.SourcePort.Not) &&
-		(m.DestinationPort.Port == 0 || (p.dport == m.DestinationPort.Port) != m.DestinationPort.Not) &&
+		(m.SourcePort.Ports == redirection.PortRange{} || m.SourcePort.Ports.Contains(p.sport) != m.SourcePort.Not) &&
+		(m.DestinationPort.Ports == redirection.PortRange{} || m.DestinationPort.Ports.Contains(p.dport) != m.DestinationPort.Not) &&
+		(!m.WithoutSYN || !p.syn) &&
+		(m.ICMPType.First == 0 || m.ICMPType.First <= p.icmpType && p.icmpType <= m.ICMPType.Last) &&
 		(m.PacketMark.Mark.Mask == 0 || (p.mark&m.PacketMark.Mark.Mask == m.PacketMark.Mark.Value) != m.PacketMark.Not) &&
 		(m.ConnMark.Mark.Mask == 0 || (p.connMark&m.ConnMark.Mark.Mask == m.ConnMark.Mark.Value) != m.ConnMark.Not)
 }
@@ -50,7 +54,7 @@ func fate(p packet, rules []redirection.Rule) string {
 			return done
 		}
 		done += fmt.Sprintf("%s;", r.Verdict)
-		if r.Verdict.Action == redirection.Redirect {
+		if r.Verdict.Action == redirection.Redirect || r.Verdict.Action == redirection.Drop {
 			return done
 		}
 	}
@@ -68,8 +72,9 @@ func randomPacket(r *rand.Rand) packet {
 	return packet{
 		in: pick("eth0", "tap0", "lo"), out: pick("eth0", "lo", "lo2"),
 		source: netip.MustParseAddr(pick(addresses...)), destination: netip.MustParseAddr(pick(addresses...)),
-		protocol: redirection.Protocol(number(6, 17, 1)),
-		sport:    uint16(number(53, 40000)), dport: uint16(number(53, 80, 15008, 15001)),
+		protocol: redirection.Protocol(number(6, 17, 1, 58)),
+		sport:    uint16(number(53, 40000)), dport: uint16(number(53, 80, 8000, 8005, 8010, 8011, 15008, 15001)),
+		syn: r.IntN(2) == 0, icmpType: uint8(number(128, 129, 130, 135, 137, 138, 143)),
 		mark: number(0, 0x539, 0x1539, 0x111, 0xf111, 0x538), connMark: number(0, 0x111, 0x40111),
 	}
 }

@@ -3,6 +3,7 @@
 package nftables
 
 import (
+	"bytes"
 	"encoding/binary"
 	"fmt"
 	"net"
@@ -97,6 +98,15 @@ func renderMatch(rule redirection.Rule) []expr.Any {
 	}
 	e.port(m.SourcePort, 0)
 	e.port(m.DestinationPort, 2)
+	if m.WithoutSYN {
+		// The flags are byte 13 of the TCP header; SYN is bit 1 (RFC 9293, section 3.1).
+		e.masked(&expr.Payload{Base: expr.PayloadBaseTransportHeader, Offset: 13, Len: 1, DestRegister: register},
+			[]byte{2}, expr.CmpOpEq, []byte{0})
+	}
+	if m.ICMPType.First != 0 {
+		e.between(&expr.Payload{Base: expr.PayloadBaseTransportHeader, Offset: 0, Len: 1, DestRegister: register},
+			expr.CmpOpEq, []byte{m.ICMPType.First}, []byte{m.ICMPType.Last})
+	}
 	e.mark(&expr.Meta{Key: expr.MetaKeyMARK, Register: register}, m.PacketMark)
 	e.mark(&expr.Ct{Key: expr.CtKeyMARK, Register: register}, m.ConnMark)
 	return e
@@ -115,6 +125,15 @@ func (e *expressions) masked(load expr.Any, mask []byte, op expr.CmpOp, want []b
 	*e = append(*e, load, &expr.Bitwise{
 		SourceRegister: register, DestRegister: register, Len: uint32(len(mask)), Mask: mask, Xor: make([]byte, len(mask)),
 	}, &expr.Cmp{Op: op, Register: register, Data: want})
+}
+
+// between likewise compares with a range, both ends included.
+func (e *expressions) between(load expr.Any, op expr.CmpOp, first, last []byte) {
+	if bytes.Equal(first, last) {
+		e.compare(load, op, first)
+		return
+	}
+	*e = append(*e, load, &expr.Range{Op: op, Register: register, FromData: first, ToData: last})
 }
 
 // negation is the Not of a condition.
@@ -160,11 +179,11 @@ func (e *expressions) address(m redirection.AddressMatch, offsetIPv4, offsetIPv6
 
 // port compares a port of TCP or UDP; both have the source's at offset 0 and the destination's at 2.
 func (e *expressions) port(m redirection.PortMatch, offset uint32) {
-	if m.Port == 0 {
+	if m.Ports == (redirection.PortRange{}) {
 		return
 	}
-	e.compare(&expr.Payload{Base: expr.PayloadBaseTransportHeader, Offset: offset, Len: 2, DestRegister: register},
-		negation(m.Not).op(), binary.BigEndian.AppendUint16(nil, m.Port))
+	e.between(&expr.Payload{Base: expr.PayloadBaseTransportHeader, Offset: offset, Len: 2, DestRegister: register},
+		negation(m.Not).op(), binary.BigEndian.AppendUint16(nil, m.Ports.First), binary.BigEndian.AppendUint16(nil, m.Ports.Last))
 }
 
 func (e *expressions) mark(load expr.Any, m redirection.MarkMatch) {
@@ -178,6 +197,8 @@ func renderVerdict(v redirection.Verdict) ([]expr.Any, error) {
 	switch v.Action {
 	case redirection.Accept:
 		return []expr.Any{&expr.Verdict{Kind: expr.VerdictAccept}}, nil
+	case redirection.Drop:
+		return []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}}, nil
 	case redirection.Redirect:
 		return []expr.Any{
 			&expr.Immediate{Register: register, Data: binary.BigEndian.AppendUint16(nil, v.Port)},

@@ -2,7 +2,10 @@
 
 package redirection
 
-import "strings"
+import (
+	"net/netip"
+	"strings"
+)
 
 // Families is a set of IP families. The zero value is the empty set.
 type Families uint8
@@ -13,6 +16,14 @@ const (
 	IPv6      Families = 1 << 1
 	DualStack          = IPv4 | IPv6
 )
+
+// FamilyOf returns the family of an address; an IPv4 address in IPv6 notation counts as IPv6.
+func FamilyOf(addr netip.Addr) Families {
+	if addr.Is4() {
+		return IPv4
+	}
+	return IPv6
+}
 
 // Has reports whether every family of other is in the set.
 func (f Families) Has(other Families) bool { return f&other == other }

@@ -1,9 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package redirection owns the model of what a packet must see inside the network namespace of an enrolled pod: thirteen
-// rows of matches and verdicts, the numbers that node proxies and control planes depend on, and the options that switch
-// rows on and off. The model is plain data. It refuses to know how a rule reaches the kernel: the packages nftables and
-// iptables render it, policyroute adds the policy rule and the route that rows 2 and 6 rely on.
+// Package redirection owns the model of what a packet must see inside the network namespace of an enrolled pod: rows of
+// matches and verdicts, the numbers that node proxies and control planes depend on, and the options that switch rows on
+// and off. It also owns the model of the one rule that the host's namespace needs ([HostOptions]), and the names by which
+// other agents' rules are known. All of it is plain data. The package refuses to know how a rule reaches the kernel: the
+// packages nftables and iptables render it, policyroute adds the policy rule and the route that rows 2 and 6 rely on.
+//
+// # Rows
+//
+// Rows 1 to 13 are the contract with the node proxy, under the numbers that every ambient agent's documentation could
+// give them. The others are ours: row 0 lets connections live on that were established before the pod was enrolled, rows
+// 14 to 18 are what a pod's author may exclude, rows 19 and 20 keep IPv6 shut where it is not captured.
 //
 // # Whose numbers these are
 //
@@ -115,15 +122,18 @@ const (
 	AnyProtocol Protocol = 0
 	TCP         Protocol = 6
 	UDP         Protocol = 17
+	ICMPv6      Protocol = 58
 )
 
-// String returns the lower-case name, as both renderers spell it.
+// String returns the lower-case name, as nft spells it; iptables says "ipv6-icmp" for the last.
 func (p Protocol) String() string {
 	switch p {
 	case TCP:
 		return "tcp"
 	case UDP:
 		return "udp"
+	case ICMPv6:
+		return "icmpv6"
 	default:
 		return "any"
 	}
@@ -141,10 +151,15 @@ type AddressMatch struct {
 	Not    bool
 }
 
-// PortMatch compares a port of the rule's protocol. Port 0 matches any packet.
+// PortMatch compares a port of the rule's protocol with a range. The zero Ports match any packet.
 type PortMatch struct {
-	Port uint16
-	Not  bool
+	Ports PortRange
+	Not   bool
+}
+
+// ICMPTypeMatch compares the type of an ICMPv6 message with a range, both ends included. First 0 matches any.
+type ICMPTypeMatch struct {
+	First, Last uint8
 }
 
 // MarkMatch compares a mark under its mask. A zero Mask matches any packet.
@@ -161,6 +176,8 @@ type Match struct {
 	Protocol        Protocol
 	SourcePort      PortMatch
 	DestinationPort PortMatch
+	WithoutSYN      bool          // of TCP: the SYN flag is not set, whatever the others are
+	ICMPType        ICMPTypeMatch // of ICMPv6
 	PacketMark      MarkMatch
 	ConnMark        MarkMatch
 }
@@ -168,7 +185,7 @@ type Match struct {
 // Action is what a rule does with a packet that it matches.
 type Action uint8
 
-// The actions of the model. Accept and Redirect end our chain, the others go on to its next rule.
+// The actions of the model. Accept, Redirect and Drop end our chain, the others go on to its next rule.
 const (
 	// Accept leaves the packet as it is and skips the rest of our chain, not the chains of others.
 	Accept Action = iota + 1
@@ -181,6 +198,8 @@ const (
 	RestoreMark
 	// SetZone puts the packet in the conntrack zone Verdict.Zone, before conntrack sees it.
 	SetZone
+	// Drop discards the packet without an answer.
+	Drop
 )
 
 // Verdict is an action with its argument. It is comparable.
@@ -193,7 +212,7 @@ type Verdict struct {
 
 // Rule is one rule of the model, ready to be rendered.
 type Rule struct {
-	Row      int      // number in the model's table, 1 to 13; a row with addresses or several interfaces makes several rules
+	Row      int      // number in the model's table; a row with addresses, or for a list of the options, makes several rules
 	Families Families // the families that it is for; a rule without addresses covers all that were asked for
 	Chain    Chain
 	Match    Match

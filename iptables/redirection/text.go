@@ -28,8 +28,14 @@ func (m Match) String() string {
 	if m.Protocol != AnyProtocol {
 		words = append(words, m.Protocol.String())
 	}
-	add(m.SourcePort.Port != 0, m.SourcePort.Not, "sport", m.SourcePort.Port)
-	add(m.DestinationPort.Port != 0, m.DestinationPort.Not, "dport", m.DestinationPort.Port)
+	add(m.SourcePort.Ports != PortRange{}, m.SourcePort.Not, "sport", m.SourcePort.Ports)
+	add(m.DestinationPort.Ports != PortRange{}, m.DestinationPort.Not, "dport", m.DestinationPort.Ports)
+	if m.WithoutSYN {
+		words = append(words, "without syn")
+	}
+	if m.ICMPType.First != 0 {
+		words = append(words, fmt.Sprintf("type %d-%d", m.ICMPType.First, m.ICMPType.Last))
+	}
 	add(m.PacketMark.Mark.Mask != 0, m.PacketMark.Not, "mark", m.PacketMark.Mark)
 	add(m.ConnMark.Mark.Mask != 0, m.ConnMark.Not, "connmark", m.ConnMark.Mark)
 	return strings.Join(words, " ")
@@ -48,6 +54,8 @@ func (v Verdict) String() string {
 		return "restore mark from connmark"
 	case SetZone:
 		return fmt.Sprintf("set conntrack zone %d", v.Zone)
+	case Drop:
+		return "drop"
 	default:
 		return fmt.Sprintf("action %d", v.Action)
 	}
