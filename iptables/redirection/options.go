@@ -82,16 +82,18 @@ func (o Options) Validate() error {
 	if err := o.validateExclusions(); err != nil {
 		return err
 	}
-	if o.IPv6Uncaptured != UncapturedDrop && o.IPv6Uncaptured != UncapturedAllow {
-		return fmt.Errorf("uncaptured IPv6: %q is neither %q nor %q", o.IPv6Uncaptured, UncapturedDrop, UncapturedAllow)
-	}
 	if err := validateProbeSource(o.ProbeSourceIPv4, IPv4); err != nil {
 		return err
 	}
-	if !o.IPv6 && !o.ProbeSourceIPv6.IsValid() {
-		return nil
+	if o.IPv6 || o.ProbeSourceIPv6.IsValid() {
+		if err := validateProbeSource(o.ProbeSourceIPv6, IPv6); err != nil {
+			return err
+		}
 	}
-	return validateProbeSource(o.ProbeSourceIPv6, IPv6)
+	if o.IPv6Uncaptured != UncapturedDrop && o.IPv6Uncaptured != UncapturedAllow {
+		return fmt.Errorf("uncaptured IPv6: %q is neither %q nor %q", o.IPv6Uncaptured, UncapturedDrop, UncapturedAllow)
+	}
+	return nil
 }
 
 func validateInterfaces(what string, names []string, most int) error {

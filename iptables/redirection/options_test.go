@@ -38,10 +38,41 @@ func TestValidate(t *testing.T) {
 		{"families swapped", func(o *redirection.Options) { o.ProbeSourceIPv4 = o.ProbeSourceIPv6 }, "another family"},
 		{"mapped", func(o *redirection.Options) { o.ProbeSourceIPv6 = netip.MustParseAddr("::ffff:192.0.2.1") }, "another family"},
 		{"zone", func(o *redirection.Options) { o.ProbeSourceIPv6 = netip.MustParseAddr("fe80::1%eth0") }, "zone"},
-		{"loopback source", func(o *redirection.Options) { o.ProbeSourceIPv4 = netip.MustParseAddr("127.0.0.1") }, "no unicast address"},
-		{"unspecified source", func(o *redirection.Options) { o.ProbeSourceIPv6 = netip.IPv6Unspecified() }, "no unicast address"},
-		{"multicast source", func(o *redirection.Options) { o.ProbeSourceIPv4 = netip.MustParseAddr("224.0.0.1") }, "no unicast address"},
+		{"loopback source", func(o *redirection.Options) { o.ProbeSourceIPv4 = netip.MustParseAddr("127.0.0.1") }, "not link-local"},
+		{"private source", func(o *redirection.Options) { o.ProbeSourceIPv4 = netip.MustParseAddr("10.0.0.1") }, "not link-local"},
+		{"unspecified source", func(o *redirection.Options) { o.ProbeSourceIPv6 = netip.IPv6Unspecified() }, "neither link-local"},
+		{"multicast source", func(o *redirection.Options) { o.ProbeSourceIPv4 = netip.MustParseAddr("224.0.0.1") }, "not link-local"},
+		{"multicast source on the link", func(o *redirection.Options) { o.ProbeSourceIPv6 = netip.MustParseAddr("ff02::1") }, "neither link-local"},
+		{"global source", func(o *redirection.Options) { o.ProbeSourceIPv6 = netip.MustParseAddr("2001:db8::1") }, "neither link-local"},
+		{"link-local source", func(o *redirection.Options) { o.ProbeSourceIPv6 = netip.MustParseAddr("fe80::1") }, ""},
+		{"unique local source", func(o *redirection.Options) { o.ProbeSourceIPv6 = netip.MustParseAddr("fc00::1") }, ""},
 		{"no IPv6 source", func(o *redirection.Options) { o.ProbeSourceIPv6 = netip.Addr{} }, "probe source ipv6: no address"},
+		{"uncaptured IPv6 allowed", func(o *redirection.Options) { o.IPv6Uncaptured = redirection.UncapturedAllow }, ""},
+		{"uncaptured IPv6 unknown", func(o *redirection.Options) { o.IPv6Uncaptured = "reject" }, `"reject" is neither "drop" nor "allow"`},
+		{"port 0", func(o *redirection.Options) { o.ExcludeInboundPorts = []redirection.PortRange{{First: 0, Last: 80}} },
+			"excluded inbound port: port range 0-80"},
+		{"empty range", func(o *redirection.Options) { o.ExcludeOutboundPorts = []redirection.PortRange{{First: 81, Last: 80}} },
+			"excluded outbound port: port range 81-80"},
+		{"all ports", func(o *redirection.Options) {
+			o.ExcludeOutboundPorts = []redirection.PortRange{{First: 1, Last: 65535}}
+		}, ""},
+		{"no CIDR", func(o *redirection.Options) { o.ExcludeOutboundCIDRs = []netip.Prefix{{}} }, "excluded outbound CIDR: invalid Prefix"},
+		{"mapped CIDR", func(o *redirection.Options) {
+			o.ExcludeOutboundCIDRs = []netip.Prefix{netip.PrefixFrom(netip.MustParseAddr("::ffff:10.0.0.0"), 104)}
+		}, "no prefix of IPv4 or IPv6"},
+		{"every CIDR", func(o *redirection.Options) {
+			o.ExcludeOutboundCIDRs = []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")}
+		}, ""},
+		{"excluded loopback", func(o *redirection.Options) { o.ExcludeInterfaces = []string{"lo"} }, "excluded interface: name"},
+		{"too many ports", func(o *redirection.Options) {
+			o.ExcludeInboundPorts = slices.Repeat([]redirection.PortRange{{First: 1, Last: 1}}, redirection.MaxExclusions+1)
+		}, "excluded inbound ports: 65 given, at most 64"},
+		{"too many CIDRs", func(o *redirection.Options) {
+			o.ExcludeOutboundCIDRs = slices.Repeat([]netip.Prefix{netip.MustParsePrefix("::/0")}, redirection.MaxExclusions+1)
+		}, "excluded outbound CIDRs: 65 given, at most 64"},
+		{"too many excluded interfaces", func(o *redirection.Options) {
+			o.ExcludeInterfaces = slices.Repeat([]string{"net1"}, redirection.MaxExclusions+1)
+		}, "excluded interfaces: 65 given, at most 64"},
 		{"no IPv6 source, no IPv6", func(o *redirection.Options) { o.ProbeSourceIPv6, o.IPv6 = netip.Addr{}, false }, ""},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -67,13 +98,44 @@ func TestKey(t *testing.T) {
 		}
 		keys[key] = name
 	}
+	for name, change := range map[string]func(*redirection.Options){
+		"inbound port":  func(o *redirection.Options) { o.ExcludeInboundPorts = []redirection.PortRange{{First: 1, Last: 2}} },
+		"outbound port": func(o *redirection.Options) { o.ExcludeOutboundPorts = []redirection.PortRange{{First: 1, Last: 2}} },
+		"another port":  func(o *redirection.Options) { o.ExcludeOutboundPorts = []redirection.PortRange{{First: 1, Last: 3}} },
+		"CIDR": func(o *redirection.Options) {
+			o.ExcludeOutboundCIDRs = []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}
+		},
+		"longer CIDR": func(o *redirection.Options) {
+			o.ExcludeOutboundCIDRs = []netip.Prefix{netip.MustParsePrefix("10.0.0.0/9")}
+		},
+		"excluded": func(o *redirection.Options) { o.ExcludeInterfaces = []string{"tap0"} },
+		"rerouted": func(o *redirection.Options) { o.RerouteInterfaces = []string{"tap0"} },
+	} {
+		opts := redirection.DefaultOptions()
+		change(&opts)
+		key := opts.Key()
+		if other, taken := keys[key]; taken {
+			t.Errorf("%s and %s have the same key %q", name, other, key)
+		}
+		keys[key] = name
+	}
+}
+
+// TestKeyOfEqualOptions has lists that differ and mean the same.
+func TestKeyOfEqualOptions(t *testing.T) {
 	a, b := redirection.DefaultOptions(), redirection.DefaultOptions()
-	a.RerouteInterfaces = []string{"tap0", "tap1", "tap0"}
-	b.RerouteInterfaces = []string{"tap1", "tap0"}
+	a.RerouteInterfaces, b.RerouteInterfaces = []string{"tap0", "tap1", "tap0"}, []string{"tap1", "tap0"}
+	a.ExcludeInterfaces, b.ExcludeInterfaces = []string{"net1", "net0"}, []string{"net0", "net1", "net1"}
+	a.ExcludeInboundPorts, b.ExcludeInboundPorts = []redirection.PortRange{{First: 1, Last: 9}}, []redirection.PortRange{{First: 5, Last: 9}, {First: 1, Last: 4}}
+	a.ExcludeOutboundCIDRs = []netip.Prefix{netip.MustParsePrefix("10.1.2.3/8")}
+	b.ExcludeOutboundCIDRs = []netip.Prefix{netip.MustParsePrefix("10.9.0.0/16"), netip.MustParsePrefix("10.0.0.0/8")}
 	if a.Key() != b.Key() {
-		t.Errorf("order and repetition of interfaces make a difference: %q, %q", a.Key(), b.Key())
+		t.Errorf("order, repetition and overlap make a difference: %q, %q", a.Key(), b.Key())
 	}
 	if got := a.RerouteInterfaces; !slices.Equal(got, []string{"tap0", "tap1", "tap0"}) {
+		t.Errorf("Key changed its receiver: %v", got)
+	}
+	if got := b.ExcludeInboundPorts; got[0].First != 5 || got[1].First != 1 {
 		t.Errorf("Key changed its receiver: %v", got)
 	}
 }
@@ -84,7 +146,7 @@ func FuzzOptions(f *testing.F) {
 	f.Add(false, false, false, "10.0.0.1", "", "")
 	f.Add(false, true, true, "::1", "1.2.3.4", "eth+,a b,\n-j ACCEPT")
 	f.Fuzz(func(t *testing.T, bypass, dns, ipv6 bool, source4, source6, interfaces string) {
-		opts := redirection.Options{InboundBypass: bypass, DNSCapture: dns, IPv6: ipv6}
+		opts := redirection.Options{InboundBypass: bypass, DNSCapture: dns, IPv6: ipv6, IPv6Uncaptured: redirection.UncapturedDrop}
 		opts.ProbeSourceIPv4, _ = netip.ParseAddr(source4) // an invalid one is what Validate is to find
 		opts.ProbeSourceIPv6, _ = netip.ParseAddr(source6)
 		if interfaces != "" {
@@ -96,7 +158,7 @@ func FuzzOptions(f *testing.F) {
 		rules := redirection.Rules(opts, redirection.DualStack)
 		rerouted := 0
 		for _, rule := range rules {
-			if rule.Row < 1 || rule.Row > 13 || rule.Why == "" || !opts.Allowed().Has(rule.Families) {
+			if rule.Row < 1 || rule.Row > 20 || rule.Why == "" || rule.Row < 19 && !opts.Allowed().Has(rule.Families) {
 				t.Errorf("rule %s", rule)
 			}
 			if rule.Row == 1 {

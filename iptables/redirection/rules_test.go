@@ -32,8 +32,18 @@ func variants() map[string]redirection.Options {
 		"no-dns":         build(func(o *redirection.Options) { o.DNSCapture = false }),
 		"reroute":        build(func(o *redirection.Options) { o.RerouteInterfaces = []string{"tap1", "k6t-net0", "tap1"} }),
 		"ipv4-only":      build(func(o *redirection.Options) { o.IPv6 = false }),
+		"ipv4-only-ipv6-open": build(func(o *redirection.Options) {
+			o.IPv6, o.IPv6Uncaptured = false, redirection.UncapturedAllow
+		}),
 		"probe-source": build(func(o *redirection.Options) {
-			o.ProbeSourceIPv4, o.ProbeSourceIPv6 = netip.MustParseAddr("192.0.2.7"), netip.MustParseAddr("2001:db8::7")
+			o.ProbeSourceIPv4, o.ProbeSourceIPv6 = netip.MustParseAddr("169.254.1.7"), netip.MustParseAddr("fe80::7")
+		}),
+		"keep-established": build(func(o *redirection.Options) { o.KeepEstablished = true }),
+		"exclusions": build(func(o *redirection.Options) {
+			o.ExcludeInboundPorts = []redirection.PortRange{{First: 8000, Last: 8010}, {First: 22, Last: 22}}
+			o.ExcludeOutboundPorts = []redirection.PortRange{{First: 5432, Last: 5432}, {First: 53, Last: 53}}
+			o.ExcludeOutboundCIDRs = []netip.Prefix{netip.MustParsePrefix("2001:db8::/33"), netip.MustParsePrefix("10.1.2.3/9")}
+			o.ExcludeInterfaces = []string{"net1"}
 		}),
 	}
 }
@@ -78,6 +88,10 @@ func TestRowsOfOptions(t *testing.T) {
 		{"inbound-bypass", []int{2, 4, 6, 7, 8, 9, 10, 11, 12, 13}},
 		{"no-dns", []int{2, 3, 4, 5, 6, 11, 12, 13}},
 		{"reroute", []int{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13}},
+		{"keep-established", []int{0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13}},
+		{"exclusions", []int{2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18}},
+		{"ipv4-only", []int{2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 19, 20}},
+		{"ipv4-only-ipv6-open", []int{2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13}},
 	} {
 		t.Run(test.variant, func(t *testing.T) {
 			var rows []int
@@ -92,10 +106,12 @@ func TestRowsOfOptions(t *testing.T) {
 	}
 }
 
-// TestOrderWithinChains holds the order that the proxies' contract prescribes.
+// TestOrderWithinChains holds the order that the proxies' contract prescribes, with every row that there is.
 func TestOrderWithinChains(t *testing.T) {
+	opts := variants()["exclusions"]
+	opts.RerouteInterfaces, opts.KeepEstablished = []string{"tap0"}, true
 	order := map[redirection.Chain][]int{}
-	for _, rule := range redirection.Rules(variants()["reroute"], redirection.IPv4) {
+	for _, rule := range redirection.Rules(opts, redirection.IPv4) {
 		rows := order[rule.Chain]
 		if len(rows) == 0 || rows[len(rows)-1] != rule.Row {
 			order[rule.Chain] = append(rows, rule.Row)
@@ -104,10 +120,10 @@ func TestOrderWithinChains(t *testing.T) {
 	want := map[redirection.Chain][]int{
 		{Table: redirection.Raw, Hook: redirection.Prerouting}:    {10},
 		{Table: redirection.Raw, Hook: redirection.Output}:        {9},
-		{Table: redirection.Mangle, Hook: redirection.Prerouting}: {2},
-		{Table: redirection.Mangle, Hook: redirection.Output}:     {6},
-		{Table: redirection.NAT, Hook: redirection.Prerouting}:    {1, 3, 5},
-		{Table: redirection.NAT, Hook: redirection.Output}:        {4, 7, 8, 11, 12, 13},
+		{Table: redirection.Mangle, Hook: redirection.Prerouting}: {19, 20, 2},
+		{Table: redirection.Mangle, Hook: redirection.Output}:     {19, 20, 6},
+		{Table: redirection.NAT, Hook: redirection.Prerouting}:    {0, 1, 3, 14, 15, 5},
+		{Table: redirection.NAT, Hook: redirection.Output}:        {0, 4, 7, 8, 11, 12, 16, 17, 18, 13},
 	}
 	if diff := cmp.Diff(want, order); diff != "" {
 		t.Errorf("order of rows (-want +got):\n%s", diff)
@@ -118,7 +134,11 @@ func TestRulesOfFamilies(t *testing.T) {
 	opts := redirection.DefaultOptions()
 	for _, families := range []redirection.Families{redirection.IPv4, redirection.IPv6, redirection.DualStack} {
 		for _, rule := range redirection.Rules(opts, families) {
-			if rule.Families == 0 || !families.Has(rule.Families) {
+			wanted := families
+			if rule.Row >= 19 { // they are for what is not captured
+				wanted = redirection.IPv6 &^ families
+			}
+			if rule.Families == 0 || !wanted.Has(rule.Families) {
 				t.Errorf("for %s: %s", families, rule)
 			}
 			for _, address := range []netip.Prefix{rule.Match.Source.Prefix, rule.Match.Destination.Prefix} {
@@ -128,9 +148,75 @@ func TestRulesOfFamilies(t *testing.T) {
 			}
 		}
 	}
-	opts.IPv6 = false
+	opts.IPv6, opts.IPv6Uncaptured = false, redirection.UncapturedAllow
 	if rules := redirection.Rules(opts, redirection.IPv6); len(rules) > 0 {
 		t.Errorf("rules for a family that the options do not allow: %v", rules)
+	}
+}
+
+// TestIPv6WithoutCapture looks at what becomes of IPv6 where it is allowed but the namespace has it not on loopback, and
+// where it is not allowed.
+func TestIPv6WithoutCapture(t *testing.T) {
+	off := redirection.DefaultOptions()
+	off.IPv6 = false
+	for name, opts := range map[string]redirection.Options{"not on loopback": redirection.DefaultOptions(), "not allowed": off} {
+		t.Run(name, func(t *testing.T) {
+			hooks := map[redirection.Hook][]string{}
+			for _, rule := range redirection.Rules(opts, redirection.IPv4) {
+				if rule.Families == redirection.IPv6 {
+					hooks[rule.Chain.Hook] = append(hooks[rule.Chain.Hook], rule.String())
+				} else if rule.Families != redirection.IPv4 {
+					t.Errorf("a rule of a family that is not captured: %s", rule)
+				}
+			}
+			want := map[redirection.Hook][]string{
+				redirection.Prerouting: {
+					"row 19, ipv6, mangle prerouting: icmpv6 type 130-137 -> accept",
+					"row 19, ipv6, mangle prerouting: icmpv6 type 143 -> accept",
+					"row 20, ipv6, mangle prerouting: in != lo -> drop",
+				},
+				redirection.Output: {
+					"row 19, ipv6, mangle output: icmpv6 type 130-137 -> accept",
+					"row 19, ipv6, mangle output: icmpv6 type 143 -> accept",
+					"row 20, ipv6, mangle output: out != lo -> drop",
+				},
+			}
+			if diff := cmp.Diff(want, hooks); diff != "" {
+				t.Errorf("rules of IPv6 (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+// TestExclusionsInOrder normalises: lists that mean the same make the same rules.
+func TestExclusionsInOrder(t *testing.T) {
+	opts := redirection.DefaultOptions()
+	opts.ExcludeOutboundPorts = []redirection.PortRange{{First: 9000, Last: 65535}, {First: 80, Last: 90}, {First: 91, Last: 91}, {First: 85, Last: 88}, {First: 65535, Last: 65535}, {First: 93, Last: 93}}
+	for _, cidr := range []string{"10.2.0.0/16", "2001:db8::/64", "10.0.0.0/8", "10.0.0.7/8", "2001:db8::/32", "192.0.2.0/25", "192.0.2.128/25"} {
+		opts.ExcludeOutboundCIDRs = append(opts.ExcludeOutboundCIDRs, netip.MustParsePrefix(cidr))
+	}
+	opts.ExcludeInterfaces = []string{"net1", "net0", "net1"}
+	var got []string
+	for _, rule := range redirection.Rules(opts, redirection.DualStack) {
+		if rule.Row >= 16 {
+			got = append(got, fmt.Sprintf("%s: %s", rule.Families, rule.Match))
+		}
+	}
+	want := []string{
+		"ipv4,ipv6: out net0 tcp", "ipv4,ipv6: out net1 tcp",
+		"ipv4,ipv6: tcp dport 80-91", "ipv4,ipv6: tcp dport 93", "ipv4,ipv6: tcp dport 9000-65535",
+		"ipv4: destination 10.0.0.0/8 tcp", "ipv4: destination 192.0.2.0/25 tcp", "ipv4: destination 192.0.2.128/25 tcp",
+		"ipv6: destination 2001:db8::/32 tcp",
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("exclusions (-want +got):\n%s", diff)
+	}
+	opts.InboundBypass = true
+	opts.ExcludeInboundPorts = []redirection.PortRange{{First: 22, Last: 22}}
+	for _, rule := range redirection.Rules(opts, redirection.DualStack) {
+		if rule.Row == 14 || rule.Row == 15 {
+			t.Errorf("nothing is captured that it could be excluded from: %s", rule)
+		}
 	}
 }
 

@@ -34,7 +34,7 @@ func (m Match) String() string {
 		words = append(words, "without syn")
 	}
 	if m.ICMPType.First != 0 {
-		words = append(words, fmt.Sprintf("type %d-%d", m.ICMPType.First, m.ICMPType.Last))
+		words = append(words, "type "+PortRange{First: uint16(m.ICMPType.First), Last: uint16(m.ICMPType.Last)}.String())
 	}
 	add(m.PacketMark.Mark.Mask != 0, m.PacketMark.Not, "mark", m.PacketMark.Mark)
 	add(m.ConnMark.Mark.Mask != 0, m.ConnMark.Not, "connmark", m.ConnMark.Mark)
