@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"flag"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -90,6 +91,12 @@ func TestListRulesetGolden(t *testing.T) {
 		"ipv4":    func(o *redirection.Options) { o.IPv6 = false },
 		"reroute": func(o *redirection.Options) {
 			o.RerouteInterfaces, o.InboundBypass = []string{"tap0", "k6t-net0"}, true
+		},
+		"everything": func(o *redirection.Options) {
+			o.KeepEstablished, o.RerouteInterfaces, o.ExcludeInterfaces = true, []string{"tap0"}, []string{"net1"}
+			o.ExcludeInboundPorts = []redirection.PortRange{{First: 22, Last: 22}, {First: 8000, Last: 8010}}
+			o.ExcludeOutboundPorts = []redirection.PortRange{{First: 5432, Last: 5432}}
+			o.ExcludeOutboundCIDRs = []netip.Prefix{netip.MustParsePrefix("8.8.0.0/15"), netip.MustParsePrefix("2001:db8::/32")}
 		},
 	} {
 		t.Run(name, func(t *testing.T) {

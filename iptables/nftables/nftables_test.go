@@ -5,6 +5,8 @@ package nftables_test
 import (
 	"context"
 	"errors"
+	"fmt"
+	"net/netip"
 	"os"
 	"strings"
 	"sync"
@@ -168,6 +170,61 @@ func TestLife(t *testing.T) {
 			p.verify(opts)
 		})
 	}
+}
+
+// TestOptionsLive goes through the life of every kind of option, one after the other in the same namespace.
+func TestOptionsLive(t *testing.T) {
+	p := newPod(t, newBackend(t))
+	for name, change := range map[string]func(*redirection.Options){
+		"keep established": func(o *redirection.Options) { o.KeepEstablished = true },
+		"inbound ports": func(o *redirection.Options) {
+			o.ExcludeInboundPorts = []redirection.PortRange{{First: 22, Last: 22}, {First: 8000, Last: 8010}}
+		},
+		"outbound ports": func(o *redirection.Options) {
+			o.ExcludeOutboundPorts = []redirection.PortRange{{First: 1, Last: 65535}}
+		},
+		"CIDRs": func(o *redirection.Options) {
+			for _, cidr := range []string{"0.0.0.0/0", "::/0"} {
+				o.ExcludeOutboundCIDRs = append(o.ExcludeOutboundCIDRs, netip.MustParsePrefix(cidr))
+			}
+		},
+		"odd CIDRs": func(o *redirection.Options) {
+			for _, cidr := range []string{"10.0.0.0/9", "192.0.2.1/32", "2001:db8::/33", "2001:db9::1/128"} {
+				o.ExcludeOutboundCIDRs = append(o.ExcludeOutboundCIDRs, netip.MustParsePrefix(cidr))
+			}
+		},
+		"interfaces":    func(o *redirection.Options) { o.ExcludeInterfaces = []string{"net1", "net2"} },
+		"IPv6 shut":     func(o *redirection.Options) { o.IPv6 = false },
+		"IPv6 open":     func(o *redirection.Options) { o.IPv6, o.IPv6Uncaptured = false, redirection.UncapturedAllow },
+		"probe sources": func(o *redirection.Options) { o.ProbeSourceIPv6 = netip.MustParseAddr("fe80::7") },
+		"the most there can be": func(o *redirection.Options) {
+			for i := range uint16(redirection.MaxExclusions) {
+				o.ExcludeInboundPorts = append(o.ExcludeInboundPorts, redirection.PortRange{First: 1000 + 10*i, Last: 1005 + 10*i})
+				o.ExcludeOutboundPorts = append(o.ExcludeOutboundPorts, redirection.PortRange{First: 1000 + 10*i, Last: 1005 + 10*i})
+				o.ExcludeOutboundCIDRs = append(o.ExcludeOutboundCIDRs, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i), 128}), 17))
+				o.ExcludeInterfaces = append(o.ExcludeInterfaces, fmt.Sprintf("net%d", i))
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			opts := redirection.DefaultOptions()
+			change(&opts)
+			want := opts.Allowed()
+			if got := p.apply(opts); got != want {
+				t.Errorf("applied for %s, want %s", got, want)
+			}
+			for range 2 { // the second time by the generation number
+				if got := p.verify(opts); got != want {
+					t.Errorf("verified for %s, want %s", got, want)
+				}
+			}
+			if _, differences, err := p.backend.Verify(t.Context(), p.run, redirection.DefaultOptions()); err != nil || len(differences) == 0 {
+				t.Errorf("no difference from the default: %v", err)
+			}
+		})
+	}
+	p.remove()
+	p.empty()
 }
 
 // TestReplacementDoesNotAdd replays one rule set over another many times.

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"flag"
 	"fmt"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -42,6 +43,21 @@ func variants() map[string]variant {
 		"reroute": build(redirection.DualStack, func(o *redirection.Options) {
 			o.RerouteInterfaces, o.InboundBypass = []string{"tap0", "k6t-net0"}, true
 		}),
+		"ipv4-open":       build(redirection.IPv4, func(o *redirection.Options) { o.IPv6Uncaptured = redirection.UncapturedAllow }),
+		"everything":      build(redirection.DualStack, everything),
+		"everything-ipv4": build(redirection.IPv4, everything),
+	}
+}
+
+// everything makes every row of the model, and of rows for lists more than one.
+func everything(o *redirection.Options) {
+	o.KeepEstablished = true
+	o.RerouteInterfaces = []string{"tap0", "k6t-net0"}
+	o.ExcludeInterfaces = []string{"net1", "net2"}
+	o.ExcludeInboundPorts = []redirection.PortRange{{First: 22, Last: 22}, {First: 8000, Last: 8010}}
+	o.ExcludeOutboundPorts = []redirection.PortRange{{First: 53, Last: 53}, {First: 8005, Last: 8100}}
+	o.ExcludeOutboundCIDRs = []netip.Prefix{
+		netip.MustParsePrefix("8.8.0.0/15"), netip.MustParsePrefix("10.0.0.0/24"), netip.MustParsePrefix("2001:db8::/33"),
 	}
 }
 

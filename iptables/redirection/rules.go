@@ -136,8 +136,11 @@ func egressRows(o Options, captured Families) []row {
 	}
 	for _, prefix := range mergePrefixes(o.ExcludeOutboundCIDRs) {
 		family := FamilyOf(prefix.Addr())
-		rows = append(rows, row{number: 18, absent: !captured.Has(family), families: family, chain: natOut(),
-			match:   Match{Protocol: TCP, Destination: AddressMatch{Prefix: prefix}},
+		match := Match{Protocol: TCP}
+		if prefix.Bits() > 0 { // else it is every address of the family, which needs no comparison
+			match.Destination.Prefix = prefix
+		}
+		rows = append(rows, row{number: 18, absent: !captured.Has(family), families: family, chain: natOut(), match: match,
 			verdict: accept(), why: "an excluded destination: connections to it leave the pod directly"})
 	}
 	return append(rows, row{number: 13, chain: natOut(), destination: loopback,

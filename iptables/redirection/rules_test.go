@@ -228,3 +228,18 @@ func TestRuleString(t *testing.T) {
 		t.Errorf("got  %q\nwant %q", got, want)
 	}
 }
+
+// TestEveryAddressExcluded has prefixes of no bits, which renderers cannot compare.
+func TestEveryAddressExcluded(t *testing.T) {
+	opts := redirection.DefaultOptions()
+	opts.ExcludeOutboundCIDRs = []netip.Prefix{netip.MustParsePrefix("::/0"), netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("1.2.3.4/0")}
+	var got []string
+	for _, rule := range redirection.Rules(opts, redirection.DualStack) {
+		if rule.Row == 18 {
+			got = append(got, fmt.Sprintf("%s: %s", rule.Families, rule.Match))
+		}
+	}
+	if want := []string{"ipv4: tcp", "ipv6: tcp"}; !slices.Equal(got, want) {
+		t.Errorf("got %q, want %q", got, want)
+	}
+}
