@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -92,6 +93,11 @@ func loadFile(dir, name string, old *file) *file {
 	f := &file{name: name, stamp: stamp, settled: settled}
 	f.objects, f.err = readFile(path)
 	return f
+}
+
+// same tells whether both were made of the same readings of the same files.
+func (s *snapshot) same(other *snapshot) bool {
+	return maps.EqualFunc(s.files, other.files, func(a, b *file) bool { return a == b })
 }
 
 // index fills the maps from files, which are sorted by name. Of two manifests of

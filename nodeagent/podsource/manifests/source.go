@@ -50,6 +50,7 @@ type Source struct {
 
 	reading sync.Mutex // held while the directory is read
 	current atomic.Pointer[reading]
+	changed chan struct{} // holds a token when a reading differed from the one before
 }
 
 // reading is a snapshot with the time at which it was begun.
@@ -68,7 +69,7 @@ func New(cfg Config) (*Source, error) {
 	if cfg.Poll == 0 {
 		cfg.Poll = defaultPoll
 	}
-	s := &Source{cfg: cfg}
+	s := &Source{cfg: cfg, changed: make(chan struct{}, 1)}
 	s.current.Store(&reading{snapshot: &snapshot{}})
 	err := s.reload(time.Now())
 	switch {
@@ -166,6 +167,22 @@ func (s *Source) Lookup(ctx context.Context, namespace, name, uid string) (workl
 	}
 }
 
+// List returns all pods, in no order, as they were read last. It is not complete
+// while the directory or a file in it cannot be read: a pod that is missing may
+// then be in there.
+func (s *Source) List() (pods []workload.Pod, complete bool) {
+	r := s.current.Load()
+	pods = make([]workload.Pod, 0, len(r.snapshot.pods))
+	for _, e := range r.snapshot.pods {
+		pods = append(pods, e.pod)
+	}
+	return pods, r.err == nil && r.snapshot.unreadable() == ""
+}
+
+// Changed receives after the directory's content has changed, once for any number
+// of changes. It is meant for one receiver.
+func (s *Source) Changed() <-chan struct{} { return s.changed }
+
 // settle answers from a reading that was begun after the question.
 func (s *Source) settle(r *reading, e entry, found bool, name podName, uid string) (workload.Pod, error) {
 	switch {
@@ -197,6 +214,12 @@ func (s *Source) reload(since time.Time) error {
 		next.snapshot, next.err = last.snapshot, fmt.Errorf("reading the manifest directory: %w", err)
 	}
 	s.current.Store(next)
+	if !next.snapshot.same(last.snapshot) {
+		select {
+		case s.changed <- struct{}{}:
+		default: // one is waiting already
+		}
+	}
 	for _, p := range next.snapshot.problems {
 		if !slices.Contains(last.snapshot.problems, p) {
 			s.cfg.Logger.Warn("manifest is not in use", "file", filepath.Join(s.cfg.Dir, p.file), "error", p.text)
