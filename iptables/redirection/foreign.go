@@ -30,5 +30,10 @@ func IsForeignTable(name string) bool {
 
 // IsOurChain reports whether an iptables chain is one of ours.
 func IsOurChain(name string) bool {
-	return name == IPTablesPrerouting || name == IPTablesOutput || name == IPTablesPostrouting
+	switch name {
+	case IPTablesPrerouting, IPTablesOutput, IPTablesPostrouting, IPTablesGuardInput, IPTablesGuardOutput:
+		return true
+	default:
+		return false
+	}
 }

@@ -61,6 +61,10 @@ const (
 	NFTablesTable      = "ambientd"        // the table of family inet
 	IPTablesPrerouting = "AMBIENTD_PRERT"  // our chain in each iptables table that is jumped to from PREROUTING
 	IPTablesOutput     = "AMBIENTD_OUTPUT" // our chain in each iptables table that is jumped to from OUTPUT
+
+	// Chains of the iptables table filter that are there only while rules are replaced.
+	IPTablesGuardInput  = "AMBIENTD_GUARD_IN"
+	IPTablesGuardOutput = "AMBIENTD_GUARD_OUT"
 )
 
 // Loopback is the name of the loopback device. The kernel gives every network namespace exactly one, at index 1.
