@@ -3,6 +3,9 @@
 package workload
 
 import (
+	"net/netip"
+	"slices"
+
 	corev1 "k8s.io/api/core/v1"
 )
 
@@ -26,6 +29,15 @@ type Pod struct {
 	Annotations     map[string]string
 	NamespaceLabels map[string]string
 
+	// IPs are the addresses that the API server shows, the pod's first one first.
+	// None, or a part of them, says nothing: kubelet writes them late, and takes
+	// them away before the pod has ended.
+	IPs []netip.Addr
+
+	// Probes are the TCP ports to which kubelet connects from the host, sorted,
+	// each once.
+	Probes []uint16
+
 	HostNetwork bool
 	Phase       corev1.PodPhase
 	Deleting    bool // it has a deletionTimestamp: draining, and still in need of traffic and certificate
@@ -48,6 +60,8 @@ func FromPod(pod *corev1.Pod, namespaceLabels map[string]string) Pod {
 		Labels:          pod.Labels,
 		Annotations:     pod.Annotations,
 		NamespaceLabels: namespaceLabels,
+		IPs:             podIPs(pod.Status),
+		Probes:          probePorts(pod.Spec),
 		HostNetwork:     pod.Spec.HostNetwork,
 		Phase:           pod.Status.Phase,
 		Deleting:        pod.DeletionTimestamp != nil,
@@ -59,6 +73,22 @@ func FromPod(pod *corev1.Pod, namespaceLabels map[string]string) Pod {
 		p.UID = hash
 	}
 	return p
+}
+
+// podIPs returns the addresses of status. One that cannot be read is left out: the
+// API server lets none through, and nothing relies on the list being whole.
+func podIPs(status corev1.PodStatus) (ips []netip.Addr) {
+	texts := []string{status.PodIP} // a manifest, or an old mirror, may have this one alone
+	for _, ip := range status.PodIPs {
+		texts = append(texts, ip.IP)
+	}
+	for _, text := range texts {
+		ip, err := netip.ParseAddr(text)
+		if ip = ip.Unmap(); err == nil && ip.Zone() == "" && !slices.Contains(ips, ip) {
+			ips = append(ips, ip)
+		}
+	}
+	return ips
 }
 
 // Ended says whether the pod's containers have stopped for good. Its netns may

@@ -3,6 +3,8 @@
 package workload_test
 
 import (
+	"net/netip"
+	"slices"
 	"testing"
 	"time"
 
@@ -33,6 +35,41 @@ func TestFromPod(t *testing.T) {
 	}
 	if got.String() != "shop/web-0" || !got.Ended() {
 		t.Errorf("String %q, Ended %v", got, got.Ended())
+	}
+}
+
+func TestPodIPs(t *testing.T) {
+	addrs := func(texts ...string) (ips []netip.Addr) {
+		for _, text := range texts {
+			ips = append(ips, netip.MustParseAddr(text))
+		}
+		return ips
+	}
+	for _, test := range []struct {
+		name   string
+		status corev1.PodStatus
+		want   []netip.Addr
+	}{
+		{"none yet", corev1.PodStatus{}, nil},
+		{
+			"both families, the first one first",
+			corev1.PodStatus{PodIP: "fd00::2", PodIPs: []corev1.PodIP{{IP: "fd00::2"}, {IP: "10.0.0.2"}}},
+			addrs("fd00::2", "10.0.0.2"),
+		},
+		{"the old field alone", corev1.PodStatus{PodIP: "10.0.0.2"}, addrs("10.0.0.2")},
+		{"the new field alone", corev1.PodStatus{PodIPs: []corev1.PodIP{{IP: "10.0.0.2"}}}, addrs("10.0.0.2")},
+		{"IPv4 in IPv6", corev1.PodStatus{PodIPs: []corev1.PodIP{{IP: "::ffff:10.0.0.2"}}}, addrs("10.0.0.2")},
+		{
+			"what is no address",
+			corev1.PodStatus{PodIPs: []corev1.PodIP{{IP: "pending"}, {IP: ""}, {IP: "fe80::1%eth0"}, {IP: "10.0.0.2"}}},
+			addrs("10.0.0.2"),
+		},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			if got := workload.FromPod(&corev1.Pod{Status: test.status}, nil).IPs; !slices.Equal(got, test.want) {
+				t.Errorf("got %v, want %v", got, test.want)
+			}
+		})
 	}
 }
 
