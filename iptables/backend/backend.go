@@ -124,7 +124,7 @@ func tryNFTables(ctx context.Context, run redirection.Runner) (Chosen, error) {
 }
 
 func tryIPTables(ctx context.Context, run redirection.Runner) (Chosen, error) {
-	b, err := iptables.Detect(ctx, run)
+	b, err := iptables.Detect(ctx, run, iptables.Config{})
 	if err != nil {
 		return Chosen{}, err
 	}

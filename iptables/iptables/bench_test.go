@@ -4,7 +4,6 @@ package iptables
 
 import (
 	"context"
-	"strings"
 	"testing"
 
 	"ambientd/iptables/redirection"
@@ -16,7 +15,7 @@ import (
 // agent meets.
 func bench(b *testing.B, variant Variant, prepare, operation func(ctx context.Context, backend *Backend, run redirection.Runner) error) {
 	netnstest.Require(b)
-	backend, err := New(b.Context(), variant)
+	backend, err := New(b.Context(), Config{Variant: variant})
 	if err != nil {
 		b.Skip(err)
 	}
@@ -43,18 +42,11 @@ func applyDefault(ctx context.Context, backend *Backend, run redirection.Runner)
 // twoRestores is the yardstick: the same rules by bare runs, one per family.
 func twoRestores(ctx context.Context, backend *Backend, run redirection.Runner) error {
 	for _, family := range redirection.DualStack.Each() {
-		want, err := render(redirection.DefaultOptions(), family)
+		want, err := render(redirection.DefaultOptions(), redirection.DualStack, family)
 		if err != nil {
 			return err
 		}
-		stdin, err := memfd(creation(want))
-		if err != nil {
-			return err
-		}
-		if err := runChild(ctx, run, stdin, new(strings.Builder), backend.programs[family].restorePath, "--noflush"); err != nil {
-			return err
-		}
-		if err := stdin.Close(); err != nil {
+		if err := backend.programs[family].Restore(ctx, run, creation(want)); err != nil {
 			return err
 		}
 	}

@@ -10,6 +10,7 @@ import (
 	"strings"
 
 	"ambientd/iptables/redirection"
+	"ambientd/iptables/xtables"
 )
 
 // maxDifferences bounds what is reported of one family: a pod with the right to
@@ -19,7 +20,7 @@ const maxDifferences = 40
 // compare returns the points in which got differs from want, in the order of the
 // tables, up to [maxDifferences] and one that counts the rest. It looks at our
 // chains and at what leads into them; all else in got is others' business.
-func compare(got saved, want ruleset) []redirection.Difference {
+func compare(got xtables.Saved, want map[string][]chain) []redirection.Difference {
 	differences := compareAll(got, want)
 	if more := len(differences) - maxDifferences; more > 0 {
 		differences = append(differences[:maxDifferences], redirection.Difference{
@@ -28,14 +29,14 @@ func compare(got saved, want ruleset) []redirection.Difference {
 	return differences
 }
 
-func compareAll(got saved, want ruleset) []redirection.Difference {
+func compareAll(got xtables.Saved, want map[string][]chain) []redirection.Difference {
 	var differences []redirection.Difference
 	for _, table := range allTables(got) {
 		t := got[table]
 		if t == nil {
-			t = &savedTable{}
+			t = &xtables.Table{}
 		}
-		refs := t.references(table)
+		refs := t.References(redirection.IsOurChain)
 		for _, c := range want[table] {
 			differences = append(differences, compareChain(table, t, c)...)
 			var d []redirection.Difference
@@ -44,10 +45,10 @@ func compareAll(got saved, want ruleset) []redirection.Difference {
 		}
 		for _, r := range refs { // those that no wanted chain accounts for
 			differences = append(differences, redirection.Difference{
-				What: fmt.Sprintf("table %s, chain %s, rule %d", table, r.from, r.position), Got: r.rule})
+				What: fmt.Sprintf("table %s, chain %s, rule %d", table, r.From, r.Position), Got: r.Rule})
 		}
-		for _, name := range t.chains {
-			if ours(name) && !slices.ContainsFunc(want[table], func(c chain) bool { return c.name == name }) {
+		for _, name := range t.Chains {
+			if redirection.IsOurChain(name) && !slices.ContainsFunc(want[table], func(c chain) bool { return c.name == name }) {
 				differences = append(differences, redirection.Difference{
 					What: fmt.Sprintf("table %s", table), Got: "chain " + name})
 			}
@@ -58,7 +59,7 @@ func compareAll(got saved, want ruleset) []redirection.Difference {
 
 // allTables returns the model's tables and any other that was read, in a fixed
 // order.
-func allTables(got saved) []string {
+func allTables(got xtables.Saved) []string {
 	all := tables()
 	for _, name := range slices.Sorted(maps.Keys(got)) {
 		if !slices.Contains(all, name) {
@@ -70,12 +71,12 @@ func allTables(got saved) []string {
 
 // compareChain compares rule by rule. Where a rule is missing or added, those
 // that follow it are not reported as well.
-func compareChain(table string, t *savedTable, want chain) []redirection.Difference {
+func compareChain(table string, t *xtables.Table, want chain) []redirection.Difference {
 	where := fmt.Sprintf("table %s, chain %s", table, want.name)
-	if !slices.Contains(t.chains, want.name) {
+	if !slices.Contains(t.Chains, want.name) {
 		return []redirection.Difference{{What: where, Want: fmt.Sprintf("%d rules", len(want.rules))}}
 	}
-	got := t.rules[want.name]
+	got := t.Rules[want.name]
 	missing, extra := subtract(want.rules, got), subtract(got, want.rules)
 	if len(missing) == 0 && len(extra) == 0 {
 		return compareOrder(where, got, want.rules)
@@ -100,7 +101,7 @@ func compareChain(table string, t *savedTable, want chain) []redirection.Differe
 // same ones.
 func compareOrder(where string, got, want []string) []redirection.Difference {
 	for i := range want {
-		if canonical(got[i]) != canonical(want[i]) {
+		if xtables.Canonical(got[i]) != xtables.Canonical(want[i]) {
 			return []redirection.Difference{{
 				What: fmt.Sprintf("%s, order from rule %d", where, i+1), Want: want[i], Got: got[i]}}
 		}
@@ -112,11 +113,11 @@ func compareOrder(where string, got, want []string) []redirection.Difference {
 func subtract(a, b []string) []int {
 	count := map[string]int{}
 	for _, rule := range b {
-		count[canonical(rule)]++
+		count[xtables.Canonical(rule)]++
 	}
 	var rest []int
 	for i, rule := range a {
-		key := canonical(rule)
+		key := xtables.Canonical(rule)
 		if count[key] > 0 {
 			count[key]--
 			continue
@@ -129,69 +130,28 @@ func subtract(a, b []string) []int {
 // compareJump checks that the built-in chain jumps to c without condition, once,
 // and before anything else. It returns the references that it did not account
 // for.
-func compareJump(table string, c chain, refs []reference) ([]redirection.Difference, []reference) {
-	jump := "-j " + c.name
-	var positions []string
-	var rest []reference
-	for _, r := range refs {
-		if r.from == c.builtin && r.rule == jump {
-			positions = append(positions, strconv.Itoa(r.position))
-		} else {
-			rest = append(rest, r)
+func compareJump(table string, c chain, refs []xtables.Reference) ([]redirection.Difference, []xtables.Reference) {
+	var differences []redirection.Difference
+	for _, builtin := range c.builtins {
+		var positions []string
+		var rest []xtables.Reference
+		for _, r := range refs {
+			if r.From == builtin && r.Rule == "-j "+c.name {
+				positions = append(positions, strconv.Itoa(r.Position))
+			} else {
+				rest = append(rest, r)
+			}
 		}
-	}
-	if len(positions) == 1 && positions[0] == "1" {
-		return nil, rest
-	}
-	d := redirection.Difference{
-		What: fmt.Sprintf("table %s, jump from %s to %s", table, c.builtin, c.name), Want: "as rule 1"}
-	if len(positions) > 0 {
-		d.Got = "as rule " + strings.Join(positions, " and ")
-	}
-	return []redirection.Difference{d}, rest
-}
-
-// transition returns the restore script that turns got into want: our chains
-// emptied and filled anew, those that are not wanted deleted, and every way into
-// them replaced. Each table changes in one transaction.
-func transition(got saved, want ruleset) string {
-	order := allTables(got)
-	if len(want) == 0 {
-		slices.Reverse(order) // see [tables]
-	}
-	var s script
-	for _, table := range order {
-		t := got[table]
-		if t == nil {
-			t = &savedTable{}
-		}
-		present := slices.ContainsFunc(t.chains, ours)
-		if len(want[table]) == 0 && !present {
+		refs = rest
+		if len(positions) == 1 && positions[0] == "1" {
 			continue
 		}
-		s.line("*%s", table)
-		for _, r := range t.references(table) {
-			s.line("-D %s %s", r.from, r.rule)
+		d := redirection.Difference{
+			What: fmt.Sprintf("table %s, jump from %s to %s", table, builtin, c.name), Want: "as rule 1"}
+		if len(positions) > 0 {
+			d.Got = "as rule " + strings.Join(positions, " and ")
 		}
-		var unwanted []string
-		for _, name := range t.chains {
-			if ours(name) {
-				s.line("-F %s", name) // rules of one may lead to the other
-				if !slices.ContainsFunc(want[table], func(c chain) bool { return c.name == name }) {
-					unwanted = append(unwanted, name)
-				}
-			}
-		}
-		for _, name := range unwanted {
-			s.line("-X %s", name)
-		}
-		for _, c := range want[table] {
-			if !slices.Contains(t.chains, c.name) {
-				s.line("-N %s", c.name)
-			}
-			s.fill(c)
-		}
-		s.line("COMMIT")
+		differences = append(differences, d)
 	}
-	return s.String()
+	return differences, refs
 }

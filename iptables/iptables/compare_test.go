@@ -8,7 +8,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"ambientd/iptables/redirection"
+	"ambientd/iptables/xtables"
 )
 
 // nat is what iptables-save printed, with foreign rules around ours.
@@ -31,8 +31,8 @@ COMMIT
 # Warning: iptables-legacy tables present, use iptables-legacy-save to see them
 `
 
-func wantNAT() ruleset {
-	return ruleset{"nat": {{name: "AMBIENTD_OUTPUT", builtin: "OUTPUT", rules: []string{
+func wantNAT() map[string][]chain {
+	return map[string][]chain{"nat": {{name: "AMBIENTD_OUTPUT", builtins: []string{"OUTPUT"}, rules: []string{
 		"-p tcp -m mark --mark 0x111/0xfff -j ACCEPT",
 		"! -d 127.0.0.0/8 -o lo -j ACCEPT",
 	}}}}
@@ -82,9 +82,9 @@ func TestCompare(t *testing.T) {
 			if !strings.Contains(nat, c.old) {
 				t.Fatalf("nothing to replace: %q", c.old)
 			}
-			got, err := parseSave(strings.ReplaceAll(nat, c.old, c.new))
+			got, err := xtables.Parse(strings.ReplaceAll(nat, c.old, c.new))
 			if c.old == "" {
-				got, err = parseSave(nat)
+				got, err = xtables.Parse(nat)
 			}
 			if err != nil {
 				t.Fatal(err)
@@ -102,12 +102,12 @@ func TestCompare(t *testing.T) {
 
 // TestCompareIsBounded: a pod cannot make the agent report without end.
 func TestCompareIsBounded(t *testing.T) {
-	got, err := parseSave(nat + "*raw\n:AMBIENTD_PRERT - [0:0]\n" + strings.Repeat("-A AMBIENTD_PRERT -j RETURN\n", 1000))
+	got, err := xtables.Parse(nat + "*raw\n:AMBIENTD_PRERT - [0:0]\n" + strings.Repeat("-A AMBIENTD_PRERT -j RETURN\n", 1000))
 	if err != nil {
 		t.Fatal(err)
 	}
 	want := wantNAT()
-	want["raw"] = []chain{{name: "AMBIENTD_PRERT", builtin: "PREROUTING"}}
+	want["raw"] = []chain{{name: "AMBIENTD_PRERT", builtins: []string{"PREROUTING"}}}
 	differences := compare(got, want)
 	if len(differences) != maxDifferences+1 {
 		t.Fatalf("%d differences", len(differences))
@@ -120,11 +120,11 @@ func TestCompareIsBounded(t *testing.T) {
 
 // TestTransition: the script touches what is ours and nothing else.
 func TestTransition(t *testing.T) {
-	got, err := parseSave(strings.Replace(nat, "-A THEIRS -p", "-A THEIRS -m comment --comment \"a b\" -g AMBIENTD_OUTPUT\n-A THEIRS -p", 1))
+	got, err := xtables.Parse(strings.Replace(nat, "-A THEIRS -p", "-A THEIRS -m comment --comment \"a b\" -g AMBIENTD_OUTPUT\n-A THEIRS -p", 1))
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := ruleset{"nat": {{name: "AMBIENTD_PRERT", builtin: "PREROUTING", rules: []string{"-p tcp -j ACCEPT"}}}}
+	want := ruleset{tables: map[string][]chain{"nat": {{name: "AMBIENTD_PRERT", builtins: []string{"PREROUTING"}, rules: []string{"-p tcp -j ACCEPT"}}}}}
 	const script = `*nat
 -D OUTPUT -j AMBIENTD_OUTPUT
 -D THEIRS -m comment --comment "a b" -g AMBIENTD_OUTPUT
@@ -138,53 +138,25 @@ COMMIT
 	if diff := cmp.Diff(script, transition(got, want)); diff != "" {
 		t.Errorf("script (-want +got):\n%s", diff)
 	}
-	if script := transition(saved{}, ruleset{}); script != "" {
+	if script := transition(xtables.Saved{}, ruleset{}); script != "" {
 		t.Errorf("from nothing to nothing takes %q", script)
 	}
 }
 
-func TestParseSaveRefuses(t *testing.T) {
-	for _, c := range []struct{ name, text, want string }{
-		{"incompatible table", "# Table `nat' is incompatible, use 'nft' tool.\n", "Table `nat' is incompatible, use 'nft' tool."},
-		{"rule before a table", "-A INPUT -j ACCEPT\n", "stands before any table"},
-		{"counters", "*nat\n[0:0] -A INPUT -j ACCEPT\n", "no line of iptables-save"},
-		{"text", "<html>\n", "stands before any table"},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			if _, err := parseSave(c.text); err == nil || !strings.Contains(err.Error(), c.want) {
-				t.Errorf("got the error %v, want %q in it", err, c.want)
-			}
-		})
-	}
-}
-
-func TestOnlyOurNames(t *testing.T) {
-	for _, name := range []string{redirection.IPTablesOutput, redirection.IPTablesPrerouting} {
-		if !ours(name) {
-			t.Errorf("%s is not taken for ours", name)
-		}
-	}
-	for _, name := range []string{"", "OUTPUT", "AMBIENTD_OUTPUT2", "AMBIENTD_", "ISTIO_OUTPUT"} {
-		if ours(name) {
-			t.Errorf("%q is taken for ours", name)
-		}
-	}
-}
-
-// FuzzParseSave: whatever a pod's rules look like, reading them neither panics
+// FuzzCompare: whatever a pod's rules look like, reading them neither panics
 // nor loses one, and a rule is equal to itself.
-func FuzzParseSave(f *testing.F) {
+func FuzzCompare(f *testing.F) {
 	f.Add(nat)
 	f.Add("*raw\n:A - [0:0]\n-A A\n-A A \"\n-A A \"\\\n-A A ! !\nCOMMIT\n")
 	f.Fuzz(func(t *testing.T, text string) {
-		s, err := parseSave(text)
+		s, err := xtables.Parse(text)
 		if err != nil {
 			return
 		}
 		compare(s, wantNAT())
-		transition(s, wantNAT())
+		transition(s, ruleset{tables: wantNAT()})
 		for _, table := range s {
-			for _, rules := range table.rules {
+			for _, rules := range table.Rules {
 				if len(subtract(rules, rules)) != 0 {
 					t.Errorf("rules differ from themselves: %q", rules)
 				}

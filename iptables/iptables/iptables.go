@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package iptables owns the rendering of the redirection model as x_tables
-// rules, and their life in a pod's network namespace by iptables-restore: the
-// backend for systems without usable nf_tables, or whose operators want it.
+// Package iptables owns the rendering of the redirection model as iptables rules,
+// and their life in a pod's network namespace by iptables-restore: the backend
+// for systems without usable nf_tables, or whose operators want it. It does the
+// same for the rule that the host's namespace needs.
 //
 // In each table that has rows there are at most two chains of ours, jumped to
 // by the first rule of the built-in chain of the same hook. First, because the
@@ -13,7 +14,9 @@
 // compared with what would be written. It touches nothing but its own chains and
 // the jumps to them, starts at most two child processes for each family, and
 // leaves the choice between nf_tables and x_tables to package backend. The
-// policy rule and the route come from package policyroute.
+// programs and their locks are the business of package xtables, the policy rule
+// and the route that of package policyroute, and what others have left behind that
+// of package foreign.
 package iptables
 
 import (
@@ -23,60 +26,80 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"ambientd/iptables/foreign"
 	"ambientd/iptables/policyroute"
 	"ambientd/iptables/rawnetlink"
 	"ambientd/iptables/redirection"
+	"ambientd/iptables/xtables"
 )
 
 // Backend applies, verifies and removes redirection with one variant of the
 // iptables programs. It keeps nothing of a netns between calls and may be used
 // from many goroutines; calls for the same netns must not overlap.
 type Backend struct {
-	variant  Variant
-	programs map[redirection.Families]programs
+	config   Config
+	programs map[redirection.Families]xtables.Programs
 	sockets  *rawnetlink.Sockets
+	foreign  *foreign.Finder
+	means    foreign.Means // what our own rules are written by
 }
 
 // Variant returns which programs are used.
-func (b *Backend) Variant() Variant { return b.variant }
+func (b *Backend) Variant() Variant { return b.config.Variant }
 
 // Apply makes the netns hold exactly the rules that opts call for, and returns
-// the families that it has them for: IPv4, and IPv6 where allowed and present.
+// the families that it captures: IPv4, and IPv6 where allowed and present.
 //
 // Where nothing of ours is there yet that is one restore per family. Otherwise
-// the state is read, and replaced in one transaction per table: no packet finds
-// half a table. What captures (nat) comes after what it relies on. On an error
-// policy rules and routes are put back, but tables that were written stay: a pod
-// that was in the mesh keeps failing closed, and whoever enrols a new one calls
-// Remove.
+// the state is read, and replaced in one transaction per table, with the
+// guardrail up meanwhile if the configuration says so. What captures (nat) comes
+// after what it relies on. On an error policy rules and routes are put back, but
+// tables that were written stay, and so does a guardrail: a pod that was in the
+// mesh keeps failing closed, and whoever enrols a new one calls Remove.
 func (b *Backend) Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (families redirection.Families, err error) {
 	if err := opts.Validate(); err != nil {
 		return 0, fmt.Errorf("redirection options: %w", err)
 	}
 	err = b.policyRouting(run, func(conn *policyroute.Conn, state *policyroute.State) error {
 		families = state.Families(opts.Allowed())
+		before := enrolled(state, families)
 		undo, err := conn.Apply(state, families)
 		if err != nil {
 			return err
 		}
-		if err := b.applyRules(ctx, run, opts, families); err != nil {
+		if err := b.applyRules(ctx, run, opts, families, before); err != nil {
 			return errors.Join(err, undo.Undo())
 		}
 		return nil
 	})
 	if err != nil {
-		return 0, fmt.Errorf("applying redirection (iptables, variant %s): %w", b.variant, err)
+		return 0, fmt.Errorf("applying redirection (iptables, variant %s): %w", b.config.Variant, err)
 	}
 	return families, nil
 }
 
-func (b *Backend) applyRules(ctx context.Context, run redirection.Runner, opts redirection.Options, families redirection.Families) error {
+// enrolled returns the families in which policy rule and route are there already:
+// whatever has become of the packet rules, the pod was captured before.
+func enrolled(state *policyroute.State, families redirection.Families) redirection.Families {
+	for _, d := range state.Differences(families) {
+		if d.Got == "" {
+			families &^= d.Family
+		}
+	}
+	return families
+}
+
+func (b *Backend) applyRules(ctx context.Context, run redirection.Runner, opts redirection.Options, families, enrolled redirection.Families) error {
 	for _, family := range redirection.DualStack.Each() {
-		var err error
-		if families.Has(family) {
-			err = b.applyFamily(ctx, run, opts, family)
-		} else {
+		want, err := b.wanted(run, opts, families, family)
+		switch {
+		case err != nil:
+		case want.empty():
 			err = b.removeFamily(ctx, run, family)
+		case enrolled.Has(family):
+			err = b.replace(ctx, run, family, want)
+		default:
+			err = b.create(ctx, run, family, want)
 		}
 		if err != nil {
 			return err
@@ -85,26 +108,45 @@ func (b *Backend) applyRules(ctx context.Context, run redirection.Runner, opts r
 	return nil
 }
 
-// applyFamily first tries the script for a netns without chains of ours, which
-// saves reading it: where there are any, that fails without effect.
-func (b *Backend) applyFamily(ctx context.Context, run redirection.Runner, opts redirection.Options, family redirection.Families) error {
-	want, err := render(opts, family)
-	if err != nil {
-		return err
+// wanted returns what the netns should hold of one family, where those in families
+// are captured. Without IPv6 in the kernel that is nothing.
+func (b *Backend) wanted(run redirection.Runner, opts redirection.Options, families, family redirection.Families) (ruleset, error) {
+	if !families.Has(family) {
+		if has, err := xtables.HasIPv6(run); err != nil || !has {
+			return ruleset{}, err
+		}
 	}
-	programs := b.programs[family]
-	firstErr := programs.restore(ctx, run, creation(want))
+	want, err := render(opts, families, family)
+	if err == nil && b.config.OnRepair == RepairAllow {
+		want.guard = nil
+	}
+	return want, err
+}
+
+// create first tries the script for a netns without chains of ours, which saves
+// reading it: where there are any, that fails without effect.
+func (b *Backend) create(ctx context.Context, run redirection.Runner, family redirection.Families, want ruleset) error {
+	firstErr := b.programs[family].Restore(ctx, run, creation(want))
 	if firstErr == nil || ctx.Err() != nil {
 		return firstErr
 	}
-	got, err := programs.save(ctx, run)
+	got, err := b.programs[family].Save(ctx, run)
 	if err != nil {
 		return errors.Join(firstErr, err)
 	}
-	if !got.hasOurs() {
+	if !got.Has(redirection.IsOurChain) {
 		return firstErr // so that was not the reason
 	}
-	return programs.restore(ctx, run, transition(got, want))
+	return b.programs[family].Restore(ctx, run, transition(got, want))
+}
+
+// replace reads what is there, since something should be.
+func (b *Backend) replace(ctx context.Context, run redirection.Runner, family redirection.Families, want ruleset) error {
+	got, err := b.programs[family].Save(ctx, run)
+	if err != nil {
+		return err
+	}
+	return b.programs[family].Restore(ctx, run, transition(got, want))
 }
 
 // Verify reports the families that the netns should have redirection for, and
@@ -128,26 +170,22 @@ func (b *Backend) Verify(ctx context.Context, run redirection.Runner, opts redir
 		differences = append(differences, found...)
 	}
 	if err != nil {
-		return 0, nil, fmt.Errorf("verifying redirection (iptables, variant %s): %w", b.variant, err)
+		return 0, nil, fmt.Errorf("verifying redirection (iptables, variant %s): %w", b.config.Variant, err)
 	}
 	return families, differences, nil
 }
 
-// verifyFamily compares the rules of one family, which should be none unless it is
-// among families.
+// verifyFamily compares the rules of one family.
 func (b *Backend) verifyFamily(ctx context.Context, run redirection.Runner, opts redirection.Options, families, family redirection.Families) ([]redirection.Difference, error) {
-	var want ruleset
-	if families.Has(family) {
-		var err error
-		if want, err = render(opts, family); err != nil {
-			return nil, err
-		}
-	}
-	got, err := b.programs[family].save(ctx, run)
+	want, err := b.wanted(run, opts, families, family)
 	if err != nil {
 		return nil, err
 	}
-	differences := compare(got, want)
+	got, err := b.programs[family].Save(ctx, run)
+	if err != nil {
+		return nil, err
+	}
+	differences := compare(got, want.tables)
 	for i := range differences {
 		differences[i].Family = family
 	}
@@ -166,18 +204,17 @@ func (b *Backend) Remove(ctx context.Context, run redirection.Runner) error {
 		return conn.Remove(state)
 	}))
 	if err := errors.Join(errs...); err != nil {
-		return fmt.Errorf("removing redirection (iptables, variant %s): %w", b.variant, err)
+		return fmt.Errorf("removing redirection (iptables, variant %s): %w", b.config.Variant, err)
 	}
 	return nil
 }
 
 func (b *Backend) removeFamily(ctx context.Context, run redirection.Runner, family redirection.Families) error {
-	programs := b.programs[family]
-	got, err := programs.save(ctx, run)
-	if err != nil || !got.hasOurs() {
+	got, err := b.programs[family].Save(ctx, run)
+	if err != nil || !got.Has(redirection.IsOurChain) {
 		return err
 	}
-	return programs.restore(ctx, run, transition(got, ruleset{}))
+	return b.programs[family].Restore(ctx, run, transition(got, ruleset{}))
 }
 
 // policyRouting calls fn with the netns's state, and closes the socket after it:

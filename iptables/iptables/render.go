@@ -15,7 +15,8 @@ import (
 // NAT comes last, so that nothing is captured before marks and zones are right.
 // Mangle comes first, and is removed last: whatever the options, it has rules,
 // so its chains are there whenever any of ours are, even if a restore was cut
-// short between tables. That is what [creation] relies on.
+// short between tables. That is what [creation] relies on. It also keeps IPv6 shut
+// from before its capture ends.
 func tables() []string {
 	return []string{string(redirection.Mangle), string(redirection.Raw), string(redirection.NAT)}
 }
@@ -23,36 +24,45 @@ func tables() []string {
 // chain is one of our chains with its rules, each as iptables-save prints it
 // after "-A CHAIN ".
 type chain struct {
-	name, builtin string
-	rules         []string
+	name     string
+	builtins []string // that jump to it
+	rules    []string
 }
 
-// ruleset is what one family of a netns should hold: chains by table.
-type ruleset map[string][]chain
+// ruleset is what one family of a netns should hold.
+type ruleset struct {
+	tables map[string][]chain
+	guard  []chain // in the filter table, while the others are replaced
+}
 
-// render returns the chains that opts call for in one family.
-func render(opts redirection.Options, family redirection.Families) (ruleset, error) {
-	set := ruleset{}
-	for _, rule := range redirection.Rules(opts, family) {
-		if !rule.Families.Has(family) {
-			continue
-		}
+// empty reports whether there should be no chain of ours.
+func (r ruleset) empty() bool { return len(r.tables) == 0 }
+
+// render returns the chains of one family that opts call for where those in
+// captured can be captured.
+func render(opts redirection.Options, captured, family redirection.Families) (ruleset, error) {
+	set := ruleset{tables: map[string][]chain{}}
+	rules := slices.DeleteFunc(redirection.Rules(opts, captured), func(r redirection.Rule) bool { return !r.Families.Has(family) })
+	for _, rule := range rules {
 		name, builtin, err := chainNames(rule.Chain.Hook)
 		if err != nil {
-			return nil, fmt.Errorf("rendering row %d: %w", rule.Row, err)
+			return ruleset{}, fmt.Errorf("rendering row %d: %w", rule.Row, err)
 		}
-		text, err := renderRule(rule)
+		verdict, err := renderVerdict(rule.Verdict)
 		if err != nil {
-			return nil, fmt.Errorf("rendering row %d: %w", rule.Row, err)
+			return ruleset{}, fmt.Errorf("rendering row %d: %w", rule.Row, err)
 		}
 		table := string(rule.Chain.Table)
-		i := slices.IndexFunc(set[table], func(c chain) bool { return c.name == name })
+		i := slices.IndexFunc(set.tables[table], func(c chain) bool { return c.name == name })
 		if i < 0 {
-			i = len(set[table])
-			set[table] = append(set[table], chain{name: name, builtin: builtin})
+			i = len(set.tables[table])
+			set.tables[table] = append(set.tables[table], chain{name: name, builtins: []string{builtin}})
 		}
-		set[table][i].rules = append(set[table][i].rules, text)
+		for _, match := range renderMatch(rule.Match) {
+			set.tables[table][i].rules = append(set.tables[table][i].rules, sentence(match, verdict))
+		}
 	}
+	set.guard = renderGuard(rules)
 	return set, nil
 }
 
@@ -67,41 +77,76 @@ func chainNames(hook redirection.Hook) (name, builtin string, err error) {
 	}
 }
 
-// renderRule spells a rule as iptables-save does, in its order of options.
-func renderRule(r redirection.Rule) (string, error) {
-	var words []string
-	add := func(set, not bool, option, value string) {
-		if set && not {
-			words = append(words, "!")
-		}
-		if set {
-			words = append(words, option, value)
-		}
+// sentence joins the parts of a rule that are not empty.
+func sentence(parts ...string) string {
+	return strings.Join(slices.DeleteFunc(parts, func(s string) bool { return s == "" }), " ")
+}
+
+// renderMatch spells the conditions as iptables-save does, in its order of
+// options. It takes several rules to say a range of ICMPv6 types.
+func renderMatch(m redirection.Match) []string {
+	var w words
+	protocol := protocolName(m.Protocol)
+	w.add(m.Source.Prefix.IsValid(), m.Source.Not, "-s", m.Source.Prefix.String())
+	w.add(m.Destination.Prefix.IsValid(), m.Destination.Not, "-d", m.Destination.Prefix.String())
+	w.add(m.In.Name != "", m.In.Not, "-i", m.In.Name)
+	w.add(m.Out.Name != "", m.Out.Not, "-o", m.Out.Name)
+	w.add(m.Protocol != redirection.AnyProtocol, false, "-p", protocol)
+	source, destination := m.SourcePort.Ports != redirection.PortRange{}, m.DestinationPort.Ports != redirection.PortRange{}
+	w.add(source || destination || m.WithoutSYN, false, "-m", protocol)
+	w.add(source, m.SourcePort.Not, "--sport", portRange(m.SourcePort.Ports))
+	w.add(destination, m.DestinationPort.Not, "--dport", portRange(m.DestinationPort.Ports))
+	w.add(m.WithoutSYN, true, "--tcp-flags", "SYN SYN")
+	w.add(m.PacketMark.Mark.Mask != 0, false, "-m", "mark")
+	w.add(m.PacketMark.Mark.Mask != 0, m.PacketMark.Not, "--mark", m.PacketMark.Mark.String())
+	w.add(m.ConnMark.Mark.Mask != 0, false, "-m", "connmark")
+	w.add(m.ConnMark.Mark.Mask != 0, m.ConnMark.Not, "--mark", m.ConnMark.Mark.String())
+	if m.ICMPType.First == 0 {
+		return []string{w.String()}
 	}
-	m, protocol := r.Match, r.Match.Protocol.String()
-	add(m.Source.Prefix.IsValid(), m.Source.Not, "-s", m.Source.Prefix.String())
-	add(m.Destination.Prefix.IsValid(), m.Destination.Not, "-d", m.Destination.Prefix.String())
-	add(m.In.Name != "", m.In.Not, "-i", m.In.Name)
-	add(m.Out.Name != "", m.Out.Not, "-o", m.Out.Name)
-	add(m.Protocol != redirection.AnyProtocol, false, "-p", protocol)
-	add(m.SourcePort.Ports != (redirection.PortRange{}) || m.DestinationPort.Ports != (redirection.PortRange{}), false, "-m", protocol)
-	add(m.SourcePort.Ports != (redirection.PortRange{}), m.SourcePort.Not, "--sport", portRange(m.SourcePort.Ports))
-	add(m.DestinationPort.Ports != (redirection.PortRange{}), m.DestinationPort.Not, "--dport", portRange(m.DestinationPort.Ports))
-	add(m.PacketMark.Mark.Mask != 0, false, "-m", "mark")
-	add(m.PacketMark.Mark.Mask != 0, m.PacketMark.Not, "--mark", m.PacketMark.Mark.String())
-	add(m.ConnMark.Mark.Mask != 0, false, "-m", "connmark")
-	add(m.ConnMark.Mark.Mask != 0, m.ConnMark.Not, "--mark", m.ConnMark.Mark.String())
-	verdict, err := renderVerdict(r.Verdict)
-	if err != nil {
-		return "", err
+	var texts []string
+	for kind := int(m.ICMPType.First); kind <= int(m.ICMPType.Last); kind++ {
+		texts = append(texts, sentence(w.String(), "-m icmp6 --icmpv6-type", strconv.Itoa(kind)))
 	}
-	return strings.Join(append(words, verdict), " "), nil
+	return texts
+}
+
+// words collects the options of a rule.
+type words []string
+
+func (w *words) add(set, not bool, option, value string) {
+	if set && not {
+		*w = append(*w, "!")
+	}
+	if set {
+		*w = append(*w, option, value)
+	}
+}
+
+// String joins the words by blanks.
+func (w *words) String() string { return strings.Join(*w, " ") }
+
+func protocolName(p redirection.Protocol) string {
+	if p == redirection.ICMPv6 {
+		return "ipv6-icmp"
+	}
+	return p.String()
+}
+
+// portRange spells ports as --sport and --dport do: "8000:8010".
+func portRange(r redirection.PortRange) string {
+	if r.First == r.Last {
+		return strconv.Itoa(int(r.First))
+	}
+	return fmt.Sprintf("%d:%d", r.First, r.Last)
 }
 
 func renderVerdict(v redirection.Verdict) (string, error) {
 	switch v.Action {
 	case redirection.Accept:
 		return "-j ACCEPT", nil
+	case redirection.Drop:
+		return "-j DROP", nil
 	case redirection.Redirect:
 		return fmt.Sprintf("-j REDIRECT --to-ports %d", v.Port), nil
 	case redirection.SetConnMark:
@@ -114,45 +159,4 @@ func renderVerdict(v redirection.Verdict) (string, error) {
 	default:
 		return "", fmt.Errorf("%s cannot be said in iptables", v)
 	}
-}
-
-// creation returns the restore script for a netns without chains of ours. There,
-// -N fails where a chain exists already, and the table stays as it was.
-func creation(want ruleset) string {
-	var s script
-	for _, table := range tables() {
-		if len(want[table]) == 0 {
-			continue
-		}
-		s.line("*%s", table)
-		for _, c := range want[table] {
-			s.line("-N %s", c.name)
-			s.fill(c)
-		}
-		s.line("COMMIT")
-	}
-	return s.String()
-}
-
-// script builds the input of iptables-restore.
-type script struct{ strings.Builder }
-
-func (s *script) line(format string, args ...any) {
-	fmt.Fprintf(s, format+"\n", args...)
-}
-
-// fill appends the rules to an empty chain and makes it the first in its hook.
-func (s *script) fill(c chain) {
-	for _, rule := range c.rules {
-		s.line("-A %s %s", c.name, rule)
-	}
-	s.line("-I %s 1 -j %s", c.builtin, c.name)
-}
-
-// portRange spells ports as --sport and --dport do: "8000:8010".
-func portRange(r redirection.PortRange) string {
-	if r.First == r.Last {
-		return strconv.Itoa(int(r.First))
-	}
-	return fmt.Sprintf("%d:%d", r.First, r.Last)
 }

@@ -100,7 +100,7 @@ func (c *counter) backend(ctx context.Context) (_ *iptables.Backend, err error) 
 	if err := os.WriteFile(c.marks, nil, 0o600); err != nil {
 		return nil, fmt.Errorf("making the file of marks: %w", err)
 	}
-	return iptables.New(ctx, iptables.NFTables)
+	return iptables.New(ctx, iptables.Config{Variant: iptables.NFTables})
 }
 
 // count returns how many children fn starts.

@@ -37,7 +37,7 @@ func (b *bench) rules(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	iptablesBackend, err := iptables.New(ctx, iptables.NFTables)
+	iptablesBackend, err := iptables.New(ctx, iptables.Config{Variant: iptables.NFTables})
 	if err != nil {
 		return err
 	}

@@ -1,36 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package iptables
+package xtables
 
 import (
 	"fmt"
 	"slices"
 	"strings"
-
-	"ambientd/iptables/redirection"
 )
 
-// saved is what iptables-save printed: of each table the chains with their rules.
-type saved map[string]*savedTable
+// Saved is what iptables-save printed: the tables by their names. One that it did
+// not print is absent.
+type Saved map[string]*Table
 
-type savedTable struct {
-	chains []string            // in the order printed
-	rules  map[string][]string // by chain, each without "-A CHAIN "
+// Table is a table's chains with their rules.
+type Table struct {
+	Chains []string            // in the order printed
+	Rules  map[string][]string // by chain, each without "-A CHAIN "
 }
 
-// reference is a rule that jumps or goes to one of our chains.
-type reference struct {
-	table, from string
-	position    int // of the rule in its chain, from 1
-	rule, to    string
+// Reference is a rule that jumps or goes to a chain.
+type Reference struct {
+	From     string // the chain that holds the rule
+	Position int    // of the rule in that chain, from 1
+	Rule, To string
 }
 
-// parseSave reads the output of iptables-save (iptables-save(8), without
+// Parse reads the output of iptables-save (iptables-save(8), without
 // counters). A table that the program could not show is an error: nothing could
 // be said about it.
-func parseSave(out string) (saved, error) {
-	s := saved{}
-	var table *savedTable
+func Parse(out string) (Saved, error) {
+	s := Saved{}
+	var table *Table
 	for line := range strings.Lines(out) {
 		line = strings.TrimRight(line, "\n")
 		switch {
@@ -42,16 +42,16 @@ func parseSave(out string) (saved, error) {
 				return nil, fmt.Errorf("reading rules: %s", strings.TrimPrefix(line, "# "))
 			}
 		case line[0] == '*':
-			table = &savedTable{rules: map[string][]string{}}
+			table = &Table{Rules: map[string][]string{}}
 			s[line[1:]] = table
 		case table == nil:
 			return nil, fmt.Errorf("reading rules: %.80q stands before any table", line)
 		case line[0] == ':':
 			name, _, _ := strings.Cut(line[1:], " ")
-			table.chains = append(table.chains, name)
+			table.Chains = append(table.Chains, name)
 		case strings.HasPrefix(line, "-A "):
 			name, rule, _ := strings.Cut(line[len("-A "):], " ")
-			table.rules[name] = append(table.rules[name], rule)
+			table.Rules[name] = append(table.Rules[name], rule)
 		default:
 			return nil, fmt.Errorf("reading rules: %.80q is no line of iptables-save", line)
 		}
@@ -59,38 +59,38 @@ func parseSave(out string) (saved, error) {
 	return s, nil
 }
 
-// ours reports whether a chain of that name is ours, in whichever table.
-func ours(name string) bool {
-	return name == redirection.IPTablesPrerouting || name == redirection.IPTablesOutput
-}
-
-func (s saved) hasOurs() bool {
+// Has reports whether any table has a chain whose name match accepts.
+func (s Saved) Has(match func(chain string) bool) bool {
 	for _, t := range s {
-		if slices.ContainsFunc(t.chains, ours) {
+		if slices.ContainsFunc(t.Chains, match) {
 			return true
 		}
 	}
 	return false
 }
 
-// references returns the rules outside our chains that lead into them.
-func (t *savedTable) references(table string) []reference {
-	var refs []reference
-	for _, name := range t.chains {
-		if ours(name) {
+// References returns the rules that lead into the chains that match accepts,
+// except those within such chains. A nil Table has none.
+func (t *Table) References(match func(chain string) bool) []Reference {
+	if t == nil {
+		return nil
+	}
+	var refs []Reference
+	for _, name := range t.Chains {
+		if match(name) {
 			continue
 		}
-		for i, rule := range t.rules[name] {
-			if to := target(rule); ours(to) {
-				refs = append(refs, reference{table: table, from: name, position: i + 1, rule: rule, to: to})
+		for i, rule := range t.Rules[name] {
+			if to := Target(rule); match(to) {
+				refs = append(refs, Reference{From: name, Position: i + 1, Rule: rule, To: to})
 			}
 		}
 	}
 	return refs
 }
 
-// target returns the chain or target that a rule jumps or goes to, "" if none.
-func target(rule string) string {
+// Target returns the chain or target that a rule jumps or goes to, "" if none.
+func Target(rule string) string {
 	words := split(rule)
 	for i, w := range words {
 		if (w == "-j" || w == "-g") && i+1 < len(words) {
@@ -134,10 +134,10 @@ func split(rule string) []string {
 	return words
 }
 
-// canonical returns a form of the rule that is equal for rules which differ only
+// Canonical returns a form of the rule that is equal for rules which differ only
 // in the order of their options: it has no meaning, and depends on the version of
 // iptables-save.
-func canonical(rule string) string {
+func Canonical(rule string) string {
 	var options []string
 	negation := ""
 	for _, w := range split(rule) {
