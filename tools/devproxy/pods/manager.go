@@ -135,7 +135,7 @@ func (m *Manager) allowed(w zdsclient.Workload) error {
 			return fmt.Errorf("pattern %q of pods to refuse: %w", pattern, err)
 		}
 		if matched {
-			return fmt.Errorf("pod %s is to be refused by pattern %q", name, pattern)
+			return fmt.Errorf("pod %s is to be refused, as pattern %s says", name, pattern)
 		}
 	}
 	return nil
