@@ -289,7 +289,7 @@ func (f *Fetcher) dequeue(e *entry) {
 func (f *Fetcher) pop() *entry {
 	for _, lane := range []*list.List{f.urgent, f.normal} {
 		if first := lane.Front(); first != nil {
-			e := first.Value.(*entry) //nolint:errcheck // only enqueue fills the lanes
+			e := first.Value.(*entry) // only enqueue fills the lanes
 			f.dequeue(e)
 			return e
 		}

@@ -223,7 +223,8 @@ func TestDeafSourceLosesItsWorker(t *testing.T) {
 		deaf, fine := account(t, "deaf"), account(t, "fine")
 		release := make(chan struct{})
 		ca.AnswerFor(deaf, catest.Deaf(release, ca.Sign))
-		f := start(t, ca, certfetch.Config{Workers: 1, IssueTimeout: 2 * time.Second})
+		f := start(t, ca, certfetch.Config{Workers: 1, IssueTimeout: 2 * time.Second, TTL: 24 * time.Hour})
+		synctest.Wait() // the roots are known before the call is
 		register(t, f, "pod-1", deaf)
 		pass(2 * time.Second)
 		began := time.Now()
