@@ -32,6 +32,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"sync"
@@ -128,7 +129,7 @@ func (s *Server) Run(ctx context.Context) error {
 	defer s.stop()
 	defer streams.Wait()
 	defer cancel()
-	defer context.AfterFunc(ctx, func() { s.listener.Close() })()
+	defer closeWith(ctx, s.listener)()
 
 	for {
 		conn, err := s.listener.Accept()
@@ -155,7 +156,7 @@ func (s *Server) serve(ctx context.Context, conn net.Conn) {
 		return
 	}
 	defer s.release()
-	defer context.AfterFunc(ctx, func() { conn.Close() })()
+	defer closeWith(ctx, conn)()
 
 	if err := readHello(unixConn, s.ackTimeout); err != nil {
 		s.log.Warn("node proxy refused", "error", err)
@@ -170,6 +171,21 @@ func (s *Server) serve(ctx context.Context, conn net.Conn) {
 		return
 	}
 	s.log.Warn("node proxy disconnected", "error", err)
+}
+
+// closeWith closes c when ctx ends. The function that it returns is to be called
+// before c's owner returns: afterwards c is not being closed any more.
+func closeWith(ctx context.Context, c io.Closer) (wait func()) {
+	closed := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		defer close(closed)
+		c.Close()
+	})
+	return func() {
+		if !stop() {
+			<-closed
+		}
+	}
 }
 
 func (s *Server) reserve() bool {
