@@ -95,7 +95,7 @@ func (m *Manager) Add(ctx context.Context, w zdsclient.Workload, file *os.File) 
 	added, err := m.add(ctx, w, file, log)
 	switch {
 	case err != nil:
-		log.Warn("workload refused", "error", err)
+		log.Warn("workload refused", "err", err)
 	case added:
 		log.Info("workload added")
 	}
