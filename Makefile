@@ -56,7 +56,7 @@ test: require-test ## Run all tests with the race detector (installs what they n
 .PHONY: demo
 demo: build ## Walk pods through the mesh in namespaces of their own, and check each step.
 	$(COMMON) require_kernel
-	$(COMMON) require_commands iptables-nft-restore:iptables
+	$(COMMON) require_commands $(if $(findstring iptables,$(ARGS)),iptables-nft-restore:iptables)
 	mkdir -p out
 	$(GO_BUILD) -o out/demo ./tools/demo
 	plugins=$$($(COMMON) build_tools tools/cniplugins) && \

@@ -35,7 +35,7 @@ func TestSharedIdentityThatTheCADeniesAtFirst(t *testing.T) {
 
 		register(t, f, "p1", x)
 		register(t, f, "p2", x)
-		if err := f.Wait(t.Context(), x); !errors.Is(err, certfetch.ErrDenied) {
+		if err := wait(t, f, x); !errors.Is(err, certfetch.ErrDenied) {
 			t.Errorf("Wait = %v, want the denial", err)
 		}
 		if time.Since(began) != 0 {
@@ -273,7 +273,7 @@ func TestWaitMovesARetryUp(t *testing.T) {
 		ca.AnswerAll(ca.Sign)
 		n := ca.Total()
 		waited := make(chan error, 1)
-		go func() { waited <- f.Wait(t.Context(), account(t, "a3")) }()
+		go func() { waited <- wait(t, f, account(t, "a3")) }()
 		synctest.Wait()
 		release()
 		synctest.Wait()
@@ -323,7 +323,7 @@ func TestPodThatComesBackWhileACSRIsInFlight(t *testing.T) {
 		pass(time.Minute)
 		assertPending(t, f, id)
 		close(release)
-		if err := f.Wait(t.Context(), id); err != nil {
+		if err := wait(t, f, id); err != nil {
 			t.Fatal(err)
 		}
 		if n, most := len(ca.Requests(id)), ca.MostAtOnce(id); n != 2 || most != 1 {

@@ -71,11 +71,20 @@ func register(t *testing.T, f *certfetch.Fetcher, uid string, id spiffeid.ID) {
 	}
 }
 
+// wait is Wait with a bound: the roots' timer keeps a bubble going, so that what never comes would
+// be waited for without an end.
+func wait(t *testing.T, f *certfetch.Fetcher, id spiffeid.ID) error {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+	defer cancel()
+	return f.Wait(ctx, id)
+}
+
 // await registers a pod and waits for its certificate.
 func await(t *testing.T, f *certfetch.Fetcher, uid string, id spiffeid.ID) *certfetch.SVID {
 	t.Helper()
 	register(t, f, uid, id)
-	if err := f.Wait(t.Context(), id); err != nil {
+	if err := wait(t, f, id); err != nil {
 		t.Fatal(err)
 	}
 	return held(t, f, id)
@@ -107,7 +116,7 @@ func assertRefused(t *testing.T, f *certfetch.Fetcher, id spiffeid.ID) {
 	if svid, err := f.SVID(id); !errors.Is(err, certfetch.ErrNotRegistered) {
 		t.Errorf("SVID(%s) = %v, %v; want ErrNotRegistered", id, svid, err)
 	}
-	if err := f.Wait(t.Context(), id); !errors.Is(err, certfetch.ErrNotRegistered) {
+	if err := wait(t, f, id); !errors.Is(err, certfetch.ErrNotRegistered) {
 		t.Errorf("Wait(%s) = %v; want ErrNotRegistered", id, err)
 	}
 	for _, listed := range f.Identities() {

@@ -147,7 +147,7 @@ func TestRootsArePublishedBeforeTheFirstLeaf(t *testing.T) {
 		register(t, f, "pod-3", third)
 		synctest.Wait()
 		assertPending(t, f, third)
-		if err := f.Wait(t.Context(), id); err != nil {
+		if err := wait(t, f, id); err != nil {
 			t.Fatal(err)
 		}
 		synctest.Wait()
@@ -173,6 +173,39 @@ func TestRootsArePublishedBeforeTheFirstLeaf(t *testing.T) {
 		await(t, f, "pod-4", account(t, "fourth"))
 		if waited := time.Since(began); waited != 0 {
 			t.Errorf("a leaf long after the rotation waited %s", waited)
+		}
+	})
+}
+
+// An answer that was under way while the roots changed brings neither the old ones back, nor a leaf
+// that stays.
+func TestAnswerFromBeforeARotation(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ca := catest.New(t)
+		f := start(t, ca, certfetch.Config{TTL: time.Hour})
+		slow, release := account(t, "slow"), make(chan struct{})
+		ca.AnswerFor(slow, func(ctx context.Context, r catest.Request) (certfetch.Issued, error) {
+			issued, err := ca.Sign(ctx, r)
+			<-release
+			return issued, err
+		})
+		register(t, f, "pod-1", slow)
+		synctest.Wait()
+		ca.Rotate(t)
+		await(t, f, "pod-2", account(t, "fast"))
+		bundle := f.Bundle()
+		close(release)
+		ca.AnswerFor(slow, ca.Sign)
+		if err := wait(t, f, slow); err != nil {
+			t.Fatal(err)
+		}
+		old := held(t, f, slow)
+		if f.Bundle().Version != bundle.Version {
+			t.Error("the old roots are back")
+		}
+		pass(31 * time.Second)
+		if held(t, f, slow) == old {
+			t.Error("the leaf under the old root was not renewed")
 		}
 	})
 }

@@ -3,6 +3,7 @@
 package certfetch_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"runtime"
@@ -140,7 +141,7 @@ func TestWaitEndsWithTheReason(t *testing.T) {
 		}
 
 		unregistered := make(chan error)
-		go func() { unregistered <- f.Wait(t.Context(), id) }()
+		go func() { unregistered <- wait(t, f, id) }()
 		synctest.Wait()
 		f.Unregister("pod-1")
 		if err := <-unregistered; !errors.Is(err, certfetch.ErrNotRegistered) {
@@ -179,13 +180,17 @@ func TestRegistrationWithinTheLingerFindsTheCertificate(t *testing.T) {
 func TestLingerNeverRevivesAnExpiredCertificate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ca := catest.New(t)
-		f := start(t, ca, certfetch.Config{TTL: time.Minute, Linger: time.Hour})
+		var log bytes.Buffer
+		f := start(t, ca, certfetch.Config{TTL: time.Minute, Linger: time.Hour, Logger: logTo(&log)})
 		id := account(t, "a")
 		first := await(t, f, "pod-1", id)
 		f.Unregister("pod-1")
 		pass(time.Minute)
 		if await(t, f, "pod-2", id) == first {
 			t.Error("the expired certificate came back")
+		}
+		if log.Len() > 0 {
+			t.Errorf("an expiry that concerned no pod was logged: %s", &log)
 		}
 	})
 }

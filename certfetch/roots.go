@@ -47,7 +47,7 @@ func (f *Fetcher) keepRoots(ctx context.Context) {
 func (f *Fetcher) refreshRoots(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, f.cfg.IssueTimeout)
 	defer cancel()
-	before := f.Bundle().Version
+	known := f.Bundle().Version
 	roots, err := f.cfg.Source.Roots(ctx)
 	if err != nil {
 		return fmt.Errorf("asking the CA for its roots: %w", err)
@@ -55,24 +55,22 @@ func (f *Fetcher) refreshRoots(ctx context.Context) error {
 	if err := checkRoots(roots); err != nil {
 		return fmt.Errorf("discarding the roots that the CA returned: %w", err)
 	}
-	if f.Bundle().Version == before {
-		f.adoptRoots(roots)
-	}
-	// Otherwise an issuance brought newer ones meanwhile.
+	f.adoptRoots(roots, known)
 	return nil
 }
 
-// adoptRoots publishes roots if they are not those of today. It returns how long a leaf verified
-// by them has still to wait until everybody has had time to take them up: nothing unless they just
-// changed.
+// adoptRoots publishes roots if they are not those of today, unless there have been others since
+// the CA was asked, when the bundle had the version known: an answer that was long under way must
+// not bring old roots back. It returns how long a leaf of the same answer has still to wait until
+// everybody has had time to take the roots up: nothing unless they just changed.
 //
 // Leaves under a root that is gone are still served, and soon renewed: peers that have the new
 // roots already refuse them.
-func (f *Fetcher) adoptRoots(roots []*x509.Certificate) time.Duration {
+func (f *Fetcher) adoptRoots(roots []*x509.Certificate, known uint64) time.Duration {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	now := wallNow()
-	if sameRoots(f.bundle.Roots, roots) {
+	if f.bundle.Version != known || sameRoots(f.bundle.Roots, roots) {
 		return f.leadUntil.Sub(now)
 	}
 	first := f.bundle.Version == 0

@@ -145,6 +145,7 @@ func (f *Fetcher) issue(ctx context.Context, e *entry) (*SVID, error) {
 	if err != nil {
 		return nil, err
 	}
+	known := f.Bundle().Version
 	issued, err := f.cfg.Source.Issue(ctx, e.id, csr, f.cfg.TTL)
 	if err != nil {
 		return nil, fmt.Errorf("asking the CA: %w", err)
@@ -157,7 +158,7 @@ func (f *Fetcher) issue(ctx context.Context, e *entry) (*SVID, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, fmt.Errorf("asking the CA: %w", err)
 	}
-	if err := sleep(ctx, f.adoptRoots(issued.Roots)); err != nil {
+	if err := sleep(ctx, f.adoptRoots(issued.Roots, known)); err != nil {
 		return nil, fmt.Errorf("waiting for the new roots to reach everybody: %w", err)
 	}
 	return svid, nil
@@ -181,11 +182,8 @@ func (f *Fetcher) settle(e *entry, a *attempt, svid *SVID, err error) {
 		f.running--
 		f.publish(e, svid)
 	}
-	switch {
-	case e.pods == 0 && e.svid == nil:
+	if e.pods == 0 && e.svid == nil {
 		f.drop(e)
-	case e.fresh:
-		f.enqueue(e)
 	}
 	f.schedule(e)
 	f.wakeUp()
@@ -231,7 +229,7 @@ func (f *Fetcher) publish(e *entry, svid *SVID) {
 	now := wallNow()
 	e.askAt = now.Add(renewal(svid.NotAfter.Sub(now)))
 	if !f.bundle.has(svid.anchor) {
-		// The roots changed while it was being issued.
+		// The roots changed while the CA was being asked.
 		e.askAt = now.Add(rotationDelay())
 	}
 	e.signal()
@@ -291,7 +289,7 @@ func (f *Fetcher) dequeue(e *entry) {
 func (f *Fetcher) pop() *entry {
 	for _, lane := range []*list.List{f.urgent, f.normal} {
 		if first := lane.Front(); first != nil {
-			e := first.Value.(*entry) //nolint:errcheck // only enqueue fills the lanes
+			e := first.Value.(*entry) // only enqueue fills the lanes
 			f.dequeue(e)
 			return e
 		}

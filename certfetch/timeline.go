@@ -53,7 +53,7 @@ func (t timeline) Swap(i, j int) {
 
 // Push is heap.Interface's.
 func (t *timeline) Push(x any) {
-	e := x.(*entry) //nolint:errcheck // only place pushes
+	e := x.(*entry) // only place pushes
 	e.index = len(*t)
 	*t = append(*t, e)
 }

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"crypto/ecdsa"
 	"crypto/x509"
+	"crypto/x509/pkix"
 	"errors"
 	"fmt"
 	"slices"
@@ -62,19 +63,13 @@ func verify(issued Issued, id spiffeid.ID, key *ecdsa.PrivateKey, now time.Time)
 // checkLeaf holds the leaf against what was asked for, and against the X.509-SVID specification
 // (sections 4 and 5 and appendix A), which peers verify by.
 func checkLeaf(leaf *x509.Certificate, id spiffeid.ID, key *ecdsa.PrivateKey) error {
-	want := id.SubjectAltName().Value
-	var names int
-	for _, extension := range leaf.Extensions {
-		if !spiffeid.IsSubjectAltName(extension.Id) {
-			continue
-		}
-		if names++; names > 1 || !bytes.Equal(extension.Value, want) {
-			return fmt.Errorf("the certificate names %s, not exactly %s", namesOf(leaf), id)
-		}
-	}
+	// crypto/x509 has seen to it that there is one at most.
+	san := slices.IndexFunc(leaf.Extensions, func(e pkix.Extension) bool { return spiffeid.IsSubjectAltName(e.Id) })
 	switch {
-	case names == 0:
+	case san < 0:
 		return fmt.Errorf("the certificate has no subject alternative name, wanted %s", id)
+	case !bytes.Equal(leaf.Extensions[san].Value, id.SubjectAltName().Value):
+		return fmt.Errorf("the certificate names %s, not exactly %s", namesOf(leaf), id)
 	case !key.PublicKey.Equal(leaf.PublicKey):
 		return errors.New("the certificate is for another key than ours")
 	case leaf.IsCA || leaf.KeyUsage&(x509.KeyUsageCertSign|x509.KeyUsageCRLSign) != 0:

@@ -59,9 +59,9 @@ type config struct {
 func defaults() config {
 	return config{
 		socket:            podevent.DefaultSocket,
-		excludeNamespaces: []string{"kube-system"},
-		agentNamespace:    "ambientd-system",
-		ownPods:           []string{"ambientd-*", "ztunnel-*", "ambient-ca-*"},
+		excludeNamespaces: podevent.DefaultExcludeNamespaces(),
+		agentNamespace:    podevent.DefaultAgentNamespace,
+		ownPods:           podevent.DefaultOwnPods(),
 		agentDownPolicy:   downByNamespace,
 		timeout:           20 * time.Second, // more than the agent's 15 s, so that its error is seen rather than ours
 		logLevel:          slog.LevelWarn,

@@ -50,7 +50,7 @@ func run() int {
 }
 
 // supportedVersions are the versions of the CNI specification that the plugin was tested with,
-// rather than the library's list, which grows by itself. Before 0.3.1 there was no chaining to speak of.
+// rather than the library's list, which grows by itself. Chaining came with 0.3.
 func supportedVersions() []string {
 	return []string{"0.3.1", "0.4.0", "1.0.0", "1.1.0"}
 }

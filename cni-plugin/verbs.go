@@ -89,8 +89,8 @@ func printResult(conf config) error {
 }
 
 // del tells the agent and succeeds whatever comes of it: the pod is gone for the runtime, which would
-// otherwise repeat DEL for ever. An agent that is away reconciles with the kernel when it starts.
-// Of a configuration with bad values it uses the rest.
+// otherwise repeat DEL for ever. An agent that is away does not learn of it: nothing keeps the event
+// for it yet. Of a configuration with bad values DEL uses the rest.
 func del(args *skel.CmdArgs) error {
 	conf, confErr := parseConfig(args.StdinData)
 	pod, podErr := parsePod(args.Args)

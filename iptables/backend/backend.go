@@ -87,7 +87,7 @@ func automatic(ctx context.Context, scratch Scratch, logger *slog.Logger) (Chose
 	if err := ctx.Err(); err != nil {
 		return Chosen{}, fmt.Errorf("probing nftables: %w", err)
 	}
-	logger.Info("nftables does not work on this node, trying iptables", "step", "probe", "error", nftErr)
+	logger.Info("nftables does not work on this node, trying iptables", "step", "probe", "err", nftErr)
 	chosen, iptErr := inScratch(ctx, tryIPTables, scratch)
 	if iptErr != nil {
 		return Chosen{}, fmt.Errorf("no way to program redirection works on this node: nftables: %w (%s); iptables: %w (%s)",

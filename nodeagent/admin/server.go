@@ -40,7 +40,7 @@ func NewStatusServer(listener net.Listener, status func() Status, logger *slog.L
 	mux.HandleFunc("GET "+statusPath, func(w http.ResponseWriter, _ *http.Request) {
 		body, err := json.Marshal(status().withLists())
 		if err != nil {
-			logger.Error("status cannot be encoded", "error", err)
+			logger.Error("status cannot be encoded", "err", err)
 			http.Error(w, "status cannot be encoded", http.StatusInternalServerError)
 			return
 		}
@@ -86,7 +86,7 @@ func (s *Server) Addr() net.Addr { return s.listener.Addr() }
 // answer writes body. A client that is gone is not an event.
 func answer(w io.Writer, body []byte, logger *slog.Logger) {
 	if _, err := w.Write(body); err != nil {
-		logger.Debug("an answer was not taken", "error", err)
+		logger.Debug("an answer was not taken", "err", err)
 	}
 }
 

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"ambientd/certfetch"
+	"ambientd/cni-plugin/podevent"
 	"ambientd/iptables/backend"
 	"ambientd/iptables/redirection"
 	"ambientd/nodeagent/workload"
@@ -76,12 +77,12 @@ type Config struct {
 func Default() Config {
 	redirect := redirection.DefaultOptions()
 	return Config{
-		RunDir:    "/run/ambientd",
+		RunDir:    podevent.DefaultRunDir,
 		ZDSSocket: "/var/run/ztunnel/ztunnel.sock",
 
-		AgentNamespace:    "ambientd-system",
-		OwnPods:           []string{"ambientd-*", "ztunnel-*", "ambient-ca-*"},
-		ExcludeNamespaces: []string{"kube-system"},
+		AgentNamespace:    podevent.DefaultAgentNamespace,
+		OwnPods:           podevent.DefaultOwnPods(),
+		ExcludeNamespaces: podevent.DefaultExcludeNamespaces(),
 		Selectors:         workload.DefaultSelectors(),
 
 		Redirection:     backend.Auto,

@@ -70,7 +70,7 @@ func (s *sockets) close(logger *slog.Logger) {
 			continue
 		}
 		if err := l.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
-			logger.Warn("a socket cannot be closed", "socket", l.Addr().String(), "error", err)
+			logger.Warn("a socket cannot be closed", "socket", l.Addr().String(), "err", err)
 		}
 	}
 }

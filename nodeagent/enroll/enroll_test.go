@@ -123,7 +123,7 @@ func TestWholeOrNothing(t *testing.T) {
 		message string
 	}{
 		"rules fail":         {opts: []option{func(c *enroll.Config) { c.Redirection = brokenRules{c.Redirection} }}, code: podevent.CodeRedirection, message: "redirection: broken for the test"},
-		"proxy refuses":      {script: refuse, code: podevent.CodeTryAgain, message: `node proxy: adding pod uid-web to the node proxy: the node proxy refused pod uid-web: "no room"`},
+		"proxy refuses":      {script: refuse, code: podevent.CodeTryAgain, message: `node proxy: the node proxy refused pod uid-web: "no room"`},
 		"proxy does not ack": {script: silent, opts: []option{impatient}, code: podevent.CodeTryAgain, message: "node proxy"},
 		"CA denies":          {denied: true, code: podevent.CodeIdentityDenied, message: "certificate"},
 	} {

@@ -82,10 +82,7 @@ func (s *Server) Add(ctx context.Context, w Workload, netns *os.File) error {
 	case <-ctx.Done():
 		s.giveUp(p, ctx.Err())
 	}
-	if p.outcome.err != nil {
-		return fmt.Errorf("adding pod %s to the node proxy: %w", w.UID, p.outcome.err)
-	}
-	return nil
+	return p.outcome.err // its text names proxy and cause
 }
 
 // Del takes a pod out of the set at once, ends an Add of it that waits, and
@@ -184,7 +181,7 @@ func (s *Server) remove(p *pod, why error) {
 
 func (s *Server) settleAndClose(p *pod, why error) {
 	if err := p.netns.Close(); err != nil {
-		s.log.Error("closing a netns", "uid", p.UID, "error", err)
+		s.log.Error("closing a netns", "uid", p.UID, "err", err)
 	}
 	p.outcome.settle(why)
 }

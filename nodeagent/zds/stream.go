@@ -230,7 +230,7 @@ func (s *Server) answer(st *stream, m *message, nack string) error {
 		why := &NackError{UID: m.uid, Reason: nack}
 		if s.refused(st, m.pod, why) == unheard {
 			s.log.Warn("node proxy refused a pod that it was to take over",
-				"pod", m.pod.Namespace+"/"+m.pod.Name, "uid", m.uid, "error", why)
+				"pod", m.pod.Namespace+"/"+m.pod.Name, "uid", m.uid, "err", why)
 		}
 	}
 	return nil

@@ -32,6 +32,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"sync"
@@ -128,7 +129,7 @@ func (s *Server) Run(ctx context.Context) error {
 	defer s.stop()
 	defer streams.Wait()
 	defer cancel()
-	defer context.AfterFunc(ctx, func() { s.listener.Close() })()
+	defer closeWith(ctx, s.listener)()
 
 	for {
 		conn, err := s.listener.Accept()
@@ -147,18 +148,18 @@ func (s *Server) serve(ctx context.Context, conn net.Conn) {
 	defer conn.Close()
 	unixConn, ok := conn.(*net.UnixConn)
 	if !ok {
-		s.log.Error("connection refused", "error", fmt.Sprintf("the listener accepts %T, not *net.UnixConn", conn))
+		s.log.Error("connection refused", "err", fmt.Sprintf("the listener accepts %T, not *net.UnixConn", conn))
 		return
 	}
 	if !s.reserve() {
-		s.log.Warn("node proxy refused", "error", fmt.Sprintf("%d are connected already", maxStreams))
+		s.log.Warn("node proxy refused", "err", fmt.Sprintf("%d are connected already", maxStreams))
 		return
 	}
 	defer s.release()
-	defer context.AfterFunc(ctx, func() { conn.Close() })()
+	defer closeWith(ctx, conn)()
 
 	if err := readHello(unixConn, s.ackTimeout); err != nil {
-		s.log.Warn("node proxy refused", "error", err)
+		s.log.Warn("node proxy refused", "err", err)
 		return
 	}
 	st, pods := s.join(unixConn, time.Now())
@@ -169,7 +170,22 @@ func (s *Server) serve(ctx context.Context, conn net.Conn) {
 		s.log.Info("node proxy disconnected", "reason", "the agent stops")
 		return
 	}
-	s.log.Warn("node proxy disconnected", "error", err)
+	s.log.Warn("node proxy disconnected", "err", err)
+}
+
+// closeWith closes c when ctx ends. The function that it returns is to be called
+// before c's owner returns: afterwards c is not being closed any more.
+func closeWith(ctx context.Context, c io.Closer) (wait func()) {
+	closed := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		defer close(closed)
+		c.Close()
+	})
+	return func() {
+		if !stop() {
+			<-closed
+		}
+	}
 }
 
 func (s *Server) reserve() bool {

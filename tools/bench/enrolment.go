@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -24,9 +25,11 @@ const (
 	fewPods = 10
 	// atOnce is how many ADDs are under way at any time.
 	atOnce = 16
-	// batch is how many pods are enrolled for one sample of CPU time, and withdrawn again;
-	// batches is how many samples there are.
-	batch, batches = 160, 3
+	// batch is how many pods are enrolled for one sample of CPU time, and withdrawn again.
+	batch = 160
+	// turns is how often the node grows and shrinks: a machine's speed drifts more than what
+	// is compared.
+	turns = 3
 	// cpuLimit is what an enrolment may cost the agent, times R.
 	cpuLimit = 1.0 / 20
 	// growthLimit is what a hundred times the pods may do to the latency.
@@ -108,44 +111,48 @@ type enrolmentMeasure struct {
 	sandboxes        int
 }
 
-// run measures on a node of fewPods, then on one of pods.
+// run measures on a node of fewPods and on one of pods, in turns. All sandboxes are made
+// before and used again: the kernel would take old ones apart meanwhile.
 func (m *enrolmentMeasure) run(ctx context.Context, pods int) error {
+	var few, more, passers, newcomers []sandbox
+	for _, group := range []struct {
+		into     *[]sandbox
+		kind     kind
+		from, to int
+	}{{&few, stayer, 0, fewPods}, {&more, stayer, fewPods, pods}, {&passers, passing, 0, batch}, {&newcomers, newcomer, 0, batch}} {
+		var err error
+		if *group.into, err = m.make(group.kind, group.from, group.to); err != nil {
+			return err
+		}
+	}
+	call := func(command string, sandboxes []sandbox) func() error {
+		return func() error { _, err := callAll(ctx, command, sandboxes); return err }
+	}
+	measure := func(into *sample, sandboxes []sandbox) func() error {
+		return func() error { return m.batch(ctx, into, sandboxes) }
+	}
 	// The first enrolments of a process are slower: caches fill, memory comes from the system.
 	var warmUp sample
-	var staying []sandbox
-	for _, step := range []func() error{
-		func() error { return m.enrol(ctx, &staying, 0, fewPods) },
-		func() error { return m.batch(ctx, &warmUp, passing) },
-		func() error { return m.batches(ctx, &m.few) },
-		func() error { return m.batch(ctx, &m.fresh, newcomer) },
-		func() error { return m.enrol(ctx, &staying, fewPods, pods) },
-		func() error { return m.batches(ctx, &m.many) },
-	} {
+	steps := []func() error{call(podevent.CommandAdd, few), measure(&warmUp, passers), measure(&m.fresh, newcomers)}
+	for range turns {
+		steps = append(steps,
+			measure(&m.few, passers), measure(&m.few, passers),
+			call(podevent.CommandAdd, more),
+			measure(&m.many, passers), measure(&m.many, passers),
+			call(podevent.CommandDel, more))
+	}
+	for _, step := range steps {
 		if err := step(); err != nil {
 			return err
 		}
 	}
-	return discard(staying)
+	return discard(slices.Concat(few, more, passers, newcomers))
 }
 
-// batches takes a sample of several batches.
-func (m *enrolmentMeasure) batches(ctx context.Context, into *sample) error {
-	for range batches {
-		if err := m.batch(ctx, into, passing); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// batch enrols a batch of pods, atOnce at a time, adds what that cost to the sample,
-// and withdraws them again.
-func (m *enrolmentMeasure) batch(ctx context.Context, into *sample, kind kind) error {
-	sandboxes, err := m.make(kind, 0, batch)
-	if err != nil {
-		return err
-	}
-	before, err := cpuTime(m.agent.Pid())
+// batch enrols pods, atOnce at a time, adds what that cost to the sample, and
+// withdraws them again.
+func (m *enrolmentMeasure) batch(ctx context.Context, into *sample, sandboxes []sandbox) error {
+	before, err := m.idle(ctx)
 	if err != nil {
 		return err
 	}
@@ -153,27 +160,40 @@ func (m *enrolmentMeasure) batch(ctx context.Context, into *sample, kind kind) e
 	if err != nil {
 		return err
 	}
-	after, err := cpuTime(m.agent.Pid())
+	after, err := m.idle(ctx)
 	if err != nil {
 		return err
 	}
 	for _, latency := range latencies {
 		into.latency.add(latency)
 	}
-	into.cpu.add((after - before) / batch)
+	into.cpu.add((after - before) / time.Duration(len(sandboxes)))
 	_, err = callAll(ctx, podevent.CommandDel, sandboxes)
-	return errors.Join(err, discard(sandboxes))
+	return err
 }
 
-// enrol enrols pods that stay, numbers from to less than to.
-func (m *enrolmentMeasure) enrol(ctx context.Context, staying *[]sandbox, from, to int) error {
-	sandboxes, err := m.make(stayer, from, to)
-	*staying = append(*staying, sandboxes...)
-	if err != nil {
-		return err
+// idle waits until the agent has nothing to do any more, such as closing the sockets of
+// earlier removals, and returns its CPU time.
+func (m *enrolmentMeasure) idle(ctx context.Context) (time.Duration, error) {
+	const (
+		look  = 50 * time.Millisecond
+		quiet = time.Millisecond // of CPU between two looks: timers of the runtime
+	)
+	last, err := cpuTime(m.agent.Pid())
+	for err == nil {
+		select {
+		case <-time.After(look):
+		case <-ctx.Done():
+			return 0, ctx.Err()
+		}
+		var now time.Duration
+		now, err = cpuTime(m.agent.Pid())
+		if err == nil && now-last < quiet {
+			return now, nil
+		}
+		last = now
 	}
-	_, err = callAll(ctx, podevent.CommandAdd, sandboxes)
-	return err
+	return 0, err
 }
 
 // make makes sandboxes for the pods of a kind, numbers from to less than to.

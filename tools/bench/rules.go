@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"ambientd/iptables/iptables"
 	"ambientd/iptables/nftables"
@@ -49,17 +50,17 @@ func (b *bench) rules(ctx context.Context) error {
 	if err := m.renderYardstick(ctx); err != nil {
 		return err
 	}
-	if err := m.inFreshNetns(ctx, m.neighbour); err != nil {
+	if err := m.neighbour(ctx); err != nil {
 		return err
 	}
 	for round := range b.cfg.rounds {
-		for _, step := range []func(context.Context, *podnetns.Netns) error{m.restoreTwice, m.startTwice, m.nftables, m.nftables, m.nftables, m.iptables} {
-			if err := m.inFreshNetns(ctx, step); err != nil {
+		for _, step := range []func(context.Context) error{m.restoreTwice, m.startTwice, m.nftables, m.iptables} {
+			if err := step(ctx); err != nil {
 				return fmt.Errorf("round %d: %w", round+1, err)
 			}
 		}
 	}
-	if err := m.inFreshNetns(ctx, func(ctx context.Context, ns *podnetns.Netns) error { return m.countChildren(ctx, ns, counted) }); err != nil {
+	if err := m.countChildren(ctx, counted); err != nil {
 		return err
 	}
 	b.addRules(m)
@@ -102,40 +103,85 @@ func (b *bench) addRules(m *rulesMeasure) {
 // before. The first user of a netfilter hook on a machine, and the last, makes the
 // kernel patch its own code, for milliseconds: no backend's business, and with another
 // pod on the node nobody's.
-func (m *rulesMeasure) neighbour(ctx context.Context, ns *podnetns.Netns) error {
-	for _, backend := range []backend{m.nft, m.ipt} {
-		if _, err := backend.Apply(ctx, ns.Do, m.opts); err != nil {
-			return err
+func (m *rulesMeasure) neighbour(ctx context.Context) error {
+	return m.inFreshNetns(ctx, func(ns *podnetns.Netns) error {
+		for _, backend := range []backend{m.nft, m.ipt} {
+			if _, err := backend.Apply(ctx, ns.Do, m.opts); err != nil {
+				return err
+			}
 		}
-	}
-	return nil
+		return nil
+	})
 }
 
-// inFreshNetns runs fn with a network namespace as a pod has it: lo up, no rule. It
-// stays until discard: the kernel takes one apart in the background, under locks that
+// inFreshNetns runs fn with a network namespace of freshNetns.
+func (m *rulesMeasure) inFreshNetns(ctx context.Context, fn func(*podnetns.Netns) error) error {
+	return m.freshNetns(ctx, 1, func(all []*podnetns.Netns) error { return fn(all[0]) })
+}
+
+// freshNetns runs fn with n network namespaces as pods have them: lo up, no rule. They
+// stay until discard: the kernel takes one apart in the background, under locks that
 // the next measurement would wait for.
-func (m *rulesMeasure) inFreshNetns(ctx context.Context, fn func(context.Context, *podnetns.Netns) error) error {
-	if err := ctx.Err(); err != nil {
+func (m *rulesMeasure) freshNetns(ctx context.Context, n int, fn func([]*podnetns.Netns) error) (err error) {
+	var fresh []*podnetns.Netns
+	defer func() {
+		for _, ns := range fresh {
+			err = errors.Join(err, ns.Close())
+		}
+	}()
+	for range n {
+		made, err := enclave.MakeNetns(fmt.Sprintf("bench-%d", len(m.made)))
+		if err != nil {
+			return err
+		}
+		m.made = append(m.made, made)
+		if err := made.Do(loopbackUp); err != nil {
+			return err
+		}
+		ns, err := m.adopt(made)
+		if err != nil {
+			return err
+		}
+		fresh = append(fresh, ns)
+	}
+	if err := settle(ctx); err != nil {
 		return err
 	}
-	made, err := enclave.MakeNetns(fmt.Sprintf("bench-%d", len(m.made)))
-	if err != nil {
-		return err
-	}
-	m.made = append(m.made, made)
-	if err := made.Do(loopbackUp); err != nil {
-		return err
-	}
+	return fn(fresh)
+}
+
+func (m *rulesMeasure) adopt(made *enclave.Netns) (*podnetns.Netns, error) {
 	f, err := os.Open(made.Path())
 	if err != nil {
-		return fmt.Errorf("opening a network namespace: %w", err)
+		return nil, fmt.Errorf("opening a network namespace: %w", err)
 	}
 	defer f.Close()
-	ns, err := m.host.Adopt(f)
-	if err != nil {
-		return err
+	return m.host.Adopt(f)
+}
+
+// settle waits until this process has no socket open any more. Backends close theirs in
+// the background after a removal: the kernel makes closing wait for an RCU grace
+// period, and holds up what comes next in another netns meanwhile.
+func settle(ctx context.Context) error {
+	for {
+		entries, err := os.ReadDir("/proc/self/fd")
+		if err != nil {
+			return fmt.Errorf("listing our descriptors: %w", err)
+		}
+		open := false
+		for _, entry := range entries {
+			target, err := os.Readlink("/proc/self/fd/" + entry.Name())
+			open = open || err == nil && strings.HasPrefix(target, "socket:")
+		}
+		if !open {
+			return nil
+		}
+		select {
+		case <-time.After(time.Millisecond):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
 	}
-	return errors.Join(fn(ctx, ns), ns.Close())
 }
 
 // discard takes all network namespaces away.
@@ -154,7 +200,7 @@ func (m *rulesMeasure) renderYardstick(ctx context.Context) error {
 		{restore: "iptables-nft-restore", save: "iptables-nft-save"},
 		{restore: "ip6tables-nft-restore", save: "ip6tables-nft-save"},
 	}
-	return m.inFreshNetns(ctx, func(ctx context.Context, ns *podnetns.Netns) error {
+	return m.inFreshNetns(ctx, func(ns *podnetns.Netns) error {
 		if _, err := m.ipt.Apply(ctx, ns.Do, m.opts); err != nil {
 			return err
 		}
@@ -195,7 +241,7 @@ func creation(saved string) string {
 }
 
 // restoreTwice takes one sample of the yardstick.
-func (m *rulesMeasure) restoreTwice(ctx context.Context, ns *podnetns.Netns) error {
+func (m *rulesMeasure) restoreTwice(ctx context.Context) error {
 	var stdin []*os.File
 	for _, f := range m.families {
 		path := filepath.Join(m.bench.dir, f.restore+".rules")
@@ -209,33 +255,36 @@ func (m *rulesMeasure) restoreTwice(ctx context.Context, ns *podnetns.Netns) err
 		defer in.Close()
 		stdin = append(stdin, in)
 	}
-	return ns.Do(func() error {
-		return m.bench.yardstick.time(func() error {
-			for i, f := range m.families {
-				cmd := exec.CommandContext(ctx, f.restore, "--noflush")
-				cmd.Stdin = stdin[i]
-				if err := cmd.Run(); err != nil {
-					return fmt.Errorf("running %s: %w", f.restore, err)
-				}
+	return m.timeInFreshNetns(ctx, &m.bench.yardstick, func() error {
+		for i, f := range m.families {
+			cmd := exec.CommandContext(ctx, f.restore, "--noflush")
+			cmd.Stdin = stdin[i]
+			if err := cmd.Run(); err != nil {
+				return fmt.Errorf("running %s: %w", f.restore, err)
 			}
-			return nil
-		})
+		}
+		return nil
 	})
 }
 
 // startTwice takes a sample of what starting two processes costs here. The yardstick is
 // mostly that, which is why its ratio to this says how the limits compare with those of
 // another machine.
-func (m *rulesMeasure) startTwice(ctx context.Context, ns *podnetns.Netns) error {
-	return ns.Do(func() error {
-		return m.trueTwice.time(func() error {
-			for range 2 {
-				if err := exec.CommandContext(ctx, "true").Run(); err != nil {
-					return fmt.Errorf("running true: %w", err)
-				}
+func (m *rulesMeasure) startTwice(ctx context.Context) error {
+	return m.timeInFreshNetns(ctx, &m.trueTwice, func() error {
+		for range 2 {
+			if err := exec.CommandContext(ctx, "true").Run(); err != nil {
+				return fmt.Errorf("running true: %w", err)
 			}
-			return nil
-		})
+		}
+		return nil
+	})
+}
+
+// timeInFreshNetns times fn, without the way in.
+func (m *rulesMeasure) timeInFreshNetns(ctx context.Context, f *figure, fn func() error) error {
+	return m.inFreshNetns(ctx, func(ns *podnetns.Netns) error {
+		return ns.Do(func() error { return f.time(fn) })
 	})
 }
 
@@ -246,34 +295,47 @@ type backend interface {
 	Remove(ctx context.Context, run redirection.Runner) error
 }
 
-func (m *rulesMeasure) nftables(ctx context.Context, ns *podnetns.Netns) error {
-	return m.life(ctx, m.nft, ns, &m.nftApply, &m.nftVerify, &m.nftRemove)
+// nftables measures several in a row: after a pause everything would be found cold.
+func (m *rulesMeasure) nftables(ctx context.Context) error {
+	return m.lives(ctx, m.nft, 5, &m.nftApply, &m.nftVerify, &m.nftRemove)
 }
 
-func (m *rulesMeasure) iptables(ctx context.Context, ns *podnetns.Netns) error {
-	return m.life(ctx, m.ipt, ns, &m.iptApply, &m.iptVerify, &m.iptRemove)
+func (m *rulesMeasure) iptables(ctx context.Context) error {
+	return m.lives(ctx, m.ipt, 1, &m.iptApply, &m.iptVerify, &m.iptRemove)
 }
 
-// life takes a sample of each of apply, verify and remove. The verify comes second
-// after a first one that is not counted: "nothing changed" is since the last look.
-func (m *rulesMeasure) life(ctx context.Context, backend backend, ns *podnetns.Netns, apply, verify, remove *figure) error {
-	var families redirection.Families
-	if err := apply.time(func() (err error) {
-		families, err = backend.Apply(ctx, ns.Do, m.opts)
-		return err
-	}); err != nil {
-		return err
+// lives takes n samples of each of apply, verify and remove. The verify comes after a
+// first one that is not counted: "nothing changed" is since the last look.
+func (m *rulesMeasure) lives(ctx context.Context, backend backend, n int, apply, verify, remove *figure) error {
+	return m.freshNetns(ctx, n, func(all []*podnetns.Netns) error {
+		for _, step := range []struct {
+			figure *figure // nil: not counted
+			do     func(*podnetns.Netns) error
+		}{
+			{apply, func(ns *podnetns.Netns) error { return m.apply(ctx, backend, ns) }},
+			{nil, func(ns *podnetns.Netns) error { return m.verify(ctx, backend, ns) }},
+			{verify, func(ns *podnetns.Netns) error { return m.verify(ctx, backend, ns) }},
+			{remove, func(ns *podnetns.Netns) error { return backend.Remove(ctx, ns.Do) }},
+		} {
+			if step.figure == nil {
+				step.figure = &figure{}
+			}
+			for _, ns := range all {
+				if err := step.figure.time(func() error { return step.do(ns) }); err != nil {
+					return err
+				}
+			}
+		}
+		return nil
+	})
+}
+
+func (m *rulesMeasure) apply(ctx context.Context, backend backend, ns *podnetns.Netns) error {
+	families, err := backend.Apply(ctx, ns.Do, m.opts)
+	if err == nil && families != redirection.DualStack {
+		err = fmt.Errorf("only %s was applied: the figures are for both families", families)
 	}
-	if families != redirection.DualStack {
-		return fmt.Errorf("only %s was applied: the figures are for both families", families)
-	}
-	if err := m.verify(ctx, backend, ns); err != nil {
-		return err
-	}
-	if err := verify.time(func() error { return m.verify(ctx, backend, ns) }); err != nil {
-		return err
-	}
-	return remove.time(func() error { return backend.Remove(ctx, ns.Do) })
+	return err
 }
 
 func (m *rulesMeasure) verify(ctx context.Context, backend backend, ns *podnetns.Netns) error {
@@ -285,15 +347,16 @@ func (m *rulesMeasure) verify(ctx context.Context, backend backend, ns *podnetns
 }
 
 // countChildren counts the processes that the iptables backend starts.
-func (m *rulesMeasure) countChildren(ctx context.Context, ns *podnetns.Netns, c *counter) error {
-	var err error
+func (m *rulesMeasure) countChildren(ctx context.Context, c *counter) error {
 	backend, err := c.backend(ctx)
 	if err != nil {
 		return err
 	}
-	if m.applyChildren, err = c.count(func() error { _, err := backend.Apply(ctx, ns.Do, m.opts); return err }); err != nil {
+	return m.inFreshNetns(ctx, func(ns *podnetns.Netns) (err error) {
+		if m.applyChildren, err = c.count(func() error { return m.apply(ctx, backend, ns) }); err != nil {
+			return err
+		}
+		m.verifyChildren, err = c.count(func() error { return m.verify(ctx, backend, ns) })
 		return err
-	}
-	m.verifyChildren, err = c.count(func() error { return m.verify(ctx, backend, ns) })
-	return err
+	})
 }

@@ -67,7 +67,7 @@ func (st *stage) awaitConnection(ctx context.Context, from int, direction string
 		return line, fmt.Errorf("no %s connection to %s in the proxy's log (%w), which ends with:\n%s",
 			direction, to.endpoint(ip), err, st.proxy.Log().Tail(5))
 	}
-	if problem := line.Field("error"); problem != "" {
+	if problem := line.Field("err"); problem != "" {
 		return line, fmt.Errorf("the proxy's %s connection to %s: %s", direction, to.endpoint(ip), problem)
 	}
 	return line, nil

@@ -127,7 +127,7 @@ func TestFailsClosed(t *testing.T) {
 			if _, _, err := w.talk(w.client, "10.0.1.2:8080"); !errors.Is(err, syscall.ECONNRESET) {
 				t.Errorf("got %v, want a reset", err)
 			}
-			w.log.await(w.ctx, t, "connection", "direction", "outbound", "dst", "10.0.1.2:8080", "error", tc.want)
+			w.log.await(w.ctx, t, "connection", "direction", "outbound", "dst", "10.0.1.2:8080", "err", tc.want)
 			l.SetDeadline(time.Now()) // whatever came would be in the backlog
 			if c, err := l.Accept(); err == nil {
 				t.Errorf("a connection from %s arrived", c.RemoteAddr())
@@ -148,7 +148,7 @@ func TestThePodCannotBeUsedAsARelay(t *testing.T) {
 		if _, _, err := w.talk(w.outside, to); err == nil {
 			t.Errorf("to %s: was served", to)
 		}
-		w.log.await(w.ctx, t, "connection", "direction", "inbound-plaintext", "error", reason)
+		w.log.await(w.ctx, t, "connection", "direction", "inbound-plaintext", "err", reason)
 	}
 	// And from within the pod, where no rule redirects.
 	if _, _, err := w.talk(w.client, "127.0.0.1:15001"); !errors.Is(err, syscall.ECONNRESET) {

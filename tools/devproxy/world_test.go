@@ -19,6 +19,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
 	"ambientd/certfetch"
@@ -104,6 +107,40 @@ func (w *world) wire() {
 	netnstest.Connect(w.t,
 		netnstest.Port{NS: w.client, Name: "eth1", Addrs: prefixes("10.0.3.1/24", "fd00:3::1/64")},
 		netnstest.Port{NS: w.outside, Name: "eth1", Addrs: prefixes("10.0.3.3/24", "fd00:3::3/64")})
+	w.settled(w.client, "fd00:1::1", "fd00:3::1")
+	w.settled(w.server, "fd00:1::2", "fd00:2::2")
+	w.settled(w.outside, "fd00:2::3", "fd00:3::3")
+}
+
+// settled waits for the local routes of a netns's own IPv6 addresses. The kernel
+// adds them on a work queue after the link is up, when the addresses themselves
+// can be used already; until then what is sent to them goes out to the link.
+func (w *world) settled(ns *netnstest.NS, addrs ...string) {
+	w.t.Helper()
+	missing := make(map[string]struct{})
+	for _, a := range addrs {
+		missing[a] = struct{}{}
+	}
+	updates, done := make(chan netlink.RouteUpdate), make(chan struct{})
+	defer func() {
+		close(done)
+		go func() { // the sender may be in the middle of one
+			for range updates {
+			}
+		}()
+	}()
+	handle := netns.NsHandle(ns.File().Fd())
+	w.check(netlink.RouteSubscribeWithOptions(updates, done, netlink.RouteSubscribeOptions{Namespace: &handle, ListExisting: true}))
+	for len(missing) > 0 {
+		select {
+		case u := <-updates:
+			if u.Route.Type == unix.RTN_LOCAL && u.Route.Dst != nil {
+				delete(missing, u.Route.Dst.IP.String())
+			}
+		case <-w.ctx.Done():
+			w.t.Fatalf("no local routes for %v", missing)
+		}
+	}
 }
 
 func (w *world) startAgent() {

@@ -86,7 +86,7 @@ func New(cfg Config) (*Source, error) {
 func (s *Source) Run(ctx context.Context) error {
 	watcher, err := fsnotify.NewWatcher()
 	if err != nil {
-		s.cfg.Logger.Warn("changes of manifests are noticed late, by polling", "dir", s.cfg.Dir, "poll", s.cfg.Poll, "error", err)
+		s.cfg.Logger.Warn("changes of manifests are noticed late, by polling", "dir", s.cfg.Dir, "poll", s.cfg.Poll, "err", err)
 		watcher = &fsnotify.Watcher{} // its nil channels never deliver
 	} else {
 		defer closeWatcher(watcher, s.cfg.Logger)
@@ -109,7 +109,7 @@ func (s *Source) Run(ctx context.Context) error {
 			quiet.Reset(quietTime)
 		case err := <-watcher.Errors:
 			// An overflow of the kernel's queue, as a rule: events were lost.
-			s.cfg.Logger.Debug("watching manifests", "dir", s.cfg.Dir, "error", err)
+			s.cfg.Logger.Debug("watching manifests", "dir", s.cfg.Dir, "err", err)
 			quiet.Reset(quietTime)
 		case <-quiet.C:
 			s.refresh()
@@ -119,14 +119,14 @@ func (s *Source) Run(ctx context.Context) error {
 
 func closeWatcher(watcher *fsnotify.Watcher, logger *slog.Logger) {
 	if err := watcher.Close(); err != nil {
-		logger.Debug("closing the watch of manifests", "error", err)
+		logger.Debug("closing the watch of manifests", "err", err)
 	}
 }
 
 // watch is idempotent. If the directory is away, refresh reports it.
 func (s *Source) watch(watcher *fsnotify.Watcher) {
 	if err := watcher.Add(s.cfg.Dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		s.cfg.Logger.Debug("watching manifests", "dir", s.cfg.Dir, "error", err)
+		s.cfg.Logger.Debug("watching manifests", "dir", s.cfg.Dir, "err", err)
 	}
 }
 
@@ -136,7 +136,7 @@ func (s *Source) refresh() {
 	before := s.current.Load().err
 	err := s.reload(time.Now())
 	if err != nil && (before == nil || before.Error() != err.Error()) {
-		s.cfg.Logger.Error("manifests cannot be read, the last ones stay in use", "dir", s.cfg.Dir, "error", err)
+		s.cfg.Logger.Error("manifests cannot be read, the last ones stay in use", "dir", s.cfg.Dir, "err", err)
 	}
 }
 
@@ -222,7 +222,7 @@ func (s *Source) reload(since time.Time) error {
 	}
 	for _, p := range next.snapshot.problems {
 		if !slices.Contains(last.snapshot.problems, p) {
-			s.cfg.Logger.Warn("manifest is not in use", "file", filepath.Join(s.cfg.Dir, p.file), "error", p.text)
+			s.cfg.Logger.Warn("manifest is not in use", "file", filepath.Join(s.cfg.Dir, p.file), "err", p.text)
 		}
 	}
 	return next.err

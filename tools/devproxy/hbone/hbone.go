@@ -6,10 +6,14 @@
 // It owns both sides of that request, and the pool of connections that the
 // requests share. Certificates and sockets come from its callers.
 //
-// An end of either direction arrives at the other side as such, with one
-// exception that net/http sets: its server cannot end a response and read on.
-// So when the destination closes its side first, what the source goes on to
-// send is refused, as if the destination had closed both.
+// An end of either direction arrives at the other side as such. Two exceptions
+// are net/http's, whose server sets them:
+//   - It cannot end a response and read on. When the destination closes its side
+//     first, the source is told, and what it goes on to send is refused, as if
+//     the destination had closed both.
+//   - It sends the credit for what the source may send in turn with the response.
+//     A source that does not read what comes back is stopped in its own sending
+//     too, once 4 MiB are waiting for it.
 package hbone
 
 import (

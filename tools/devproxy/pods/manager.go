@@ -95,7 +95,7 @@ func (m *Manager) Add(ctx context.Context, w zdsclient.Workload, file *os.File) 
 	added, err := m.add(ctx, w, file, log)
 	switch {
 	case err != nil:
-		log.Warn("workload refused", "error", err)
+		log.Warn("workload refused", "err", err)
 	case added:
 		log.Info("workload added")
 	}
@@ -135,7 +135,7 @@ func (m *Manager) allowed(w zdsclient.Workload) error {
 			return fmt.Errorf("pattern %q of pods to refuse: %w", pattern, err)
 		}
 		if matched {
-			return fmt.Errorf("pod %s is to be refused by pattern %q", name, pattern)
+			return fmt.Errorf("pod %s is to be refused, as pattern %s says", name, pattern)
 		}
 	}
 	return nil

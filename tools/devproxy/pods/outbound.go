@@ -108,7 +108,7 @@ func (p *pod) attrs(c connection) []any {
 // logOpened writes the one line of a connection, once it is open or refused.
 func (p *pod) logOpened(c connection, err error) {
 	if err != nil {
-		p.log.Warn("connection", append(p.attrs(c), "error", err)...)
+		p.log.Warn("connection", append(p.attrs(c), "err", err)...)
 		return
 	}
 	p.log.Info("connection", p.attrs(c)...)
@@ -117,7 +117,7 @@ func (p *pod) logOpened(c connection, err error) {
 // logBroken adds one for a connection that did not end in order.
 func (p *pod) logBroken(c connection, err error) {
 	if err != nil {
-		p.log.Info("connection broken", append(p.attrs(c), "error", err)...)
+		p.log.Info("connection broken", append(p.attrs(c), "err", err)...)
 	}
 }
 

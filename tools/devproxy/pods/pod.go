@@ -98,7 +98,7 @@ func (p *pod) listen(ctx context.Context) error {
 	}
 	err := p.listenOn(ctx, netip.IPv6Unspecified(), netip.IPv6Loopback())
 	if errors.Is(err, syscall.EAFNOSUPPORT) || errors.Is(err, syscall.EADDRNOTAVAIL) {
-		p.log.Info("pod has no IPv6", "error", err)
+		p.log.Info("pod has no IPv6", "err", err)
 		return nil
 	}
 	return err
@@ -137,7 +137,7 @@ func (p *pod) listenUDP(ctx context.Context, addr netip.AddrPort) error {
 	p.listeners = append(p.listeners, conn)
 	p.serving.Go(func() {
 		if err := dns.Serve(conn); !errors.Is(err, net.ErrClosed) {
-			p.log.Error("DNS listener failed", "error", err)
+			p.log.Error("DNS listener failed", "err", err)
 		}
 	})
 	return nil
@@ -156,7 +156,7 @@ func (p *pod) accept(handle func(ctx context.Context, c *net.TCPConn)) func(cont
 				return
 			}
 			if err != nil {
-				p.log.Error("accepting a connection", "error", err)
+				p.log.Error("accepting a connection", "err", err)
 				select {
 				case <-time.After(acceptPause):
 				case <-ctx.Done():
@@ -175,7 +175,7 @@ func (p *pod) accept(handle func(ctx context.Context, c *net.TCPConn)) func(cont
 func (p *pod) serveHBONE(_ context.Context, l *net.TCPListener) {
 	err := p.server.ServeTLS(bounded{TCPListener: l, slots: make(slots, maxConnections)}, "", "")
 	if !errors.Is(err, http.ErrServerClosed) && !errors.Is(err, net.ErrClosed) {
-		p.log.Error("HBONE listener failed", "error", err)
+		p.log.Error("HBONE listener failed", "err", err)
 	}
 }
 
@@ -183,7 +183,7 @@ func (p *pod) serveHBONE(_ context.Context, l *net.TCPListener) {
 func (p *pod) stopListening() {
 	for _, l := range slices.Backward(p.listeners) {
 		if err := l.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
-			p.log.Error("closing a listener", "error", err)
+			p.log.Error("closing a listener", "err", err)
 		}
 	}
 }
@@ -200,7 +200,7 @@ func (p *pod) end() {
 	defer cancel()
 	// Tells the peers that no more streams are taken, and waits for those there.
 	if err := p.server.Shutdown(ctx); err != nil {
-		p.log.Debug("HBONE streams outlived the drain", "error", err)
+		p.log.Debug("HBONE streams outlived the drain", "err", err)
 	}
 	select {
 	case <-ended:
@@ -208,7 +208,7 @@ func (p *pod) end() {
 	}
 	p.breakOff()
 	if err := p.netns.Close(); err != nil {
-		p.log.Error("closing the pod's netns", "error", err)
+		p.log.Error("closing the pod's netns", "err", err)
 	}
 }
 
@@ -218,7 +218,7 @@ func (p *pod) breakOff() {
 	p.cancel()
 	p.pool.Close()
 	if err := p.server.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
-		p.log.Error("closing HBONE connections", "error", err)
+		p.log.Error("closing HBONE connections", "err", err)
 	}
 	p.serving.Wait()
 }

@@ -51,7 +51,7 @@ func (f *follower) run(ctx context.Context) {
 			backoff = minBackoff
 		}
 		if answered || err.Error() != logged { // the same again says nothing new
-			f.log.Warn("secret stream ended", "resource", f.name, "error", err)
+			f.log.Warn("secret stream ended", "resource", f.name, "err", err)
 			logged = err.Error()
 		}
 		select {
@@ -89,7 +89,7 @@ func (f *follower) stream(ctx context.Context) (answered bool, err error) {
 			ResponseNonce: response.GetNonce(),
 		}
 		if err := f.take(response); err != nil {
-			f.log.Warn("secret refused", "resource", f.name, "error", err)
+			f.log.Warn("secret refused", "resource", f.name, "err", err)
 			request.ErrorDetail = status.New(codes.InvalidArgument, err.Error()).Proto()
 		} else {
 			accepted = response.GetVersionInfo()

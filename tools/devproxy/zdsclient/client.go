@@ -86,7 +86,7 @@ func (c *Client) Run(ctx context.Context) error {
 func (c *Client) serve(ctx context.Context) (ready bool) {
 	ready, err := c.stream(ctx)
 	if ctx.Err() == nil {
-		c.cfg.Logger.Warn("ZDS stream ended", "error", err)
+		c.cfg.Logger.Warn("ZDS stream ended", "err", err)
 	}
 	return ready
 }
