@@ -95,3 +95,34 @@ func BenchmarkRemove(b *testing.B) {
 func BenchmarkRunner(b *testing.B) {
 	inFreshNetns(b, nothing, func(run redirection.Runner) error { return run(func() error { return nil }) })
 }
+
+// BenchmarkHostEntry adds and deletes one entry of the host's sets: what an enrolment and a withdrawal wait for.
+func BenchmarkHostEntry(b *testing.B) {
+	backend, err := nftables.New()
+	if err != nil {
+		b.Fatal(err)
+	}
+	run := redirection.Runner(netnstest.New(b).Runner())
+	here := redirection.Runner(func(fn func() error) error { return fn() })
+	opts := hostOptions()
+	entry := entries(b, "10.0.0.2")[0]
+	// The agent's threads are in the host's namespace already.
+	err = run(func() error {
+		if err := backend.EnsureHost(b.Context(), here, opts); err != nil {
+			return err
+		}
+		b.ReportAllocs()
+		for b.Loop() {
+			if err := backend.AddEntry(b.Context(), here, opts, entry); err != nil {
+				return err
+			}
+			if err := backend.DelEntry(b.Context(), here, opts, entry); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		b.Fatal(err)
+	}
+}

@@ -5,6 +5,7 @@ package nftables
 import (
 	"encoding/binary"
 	"fmt"
+	"slices"
 
 	"github.com/google/nftables"
 	"github.com/mdlayher/netlink"
@@ -32,11 +33,16 @@ func (b *batch) describe(sequence uint32) string {
 // Adding the table first makes the deletion succeed where there is none; both happen at once for packets.
 func encodeReplacement(chains []chainLines) (*batch, error) {
 	return encode(func(conn *nftables.Conn) error {
-		conn.AddTable(ourTable())
-		conn.DelTable(ourTable())
-		conn.CreateTable(ourTable())
+		replaceTable(conn, ourTable())
 		return addChains(conn, chains)
 	})
+}
+
+// replaceTable makes an empty table of it, whether there is one or not.
+func replaceTable(conn *nftables.Conn, table *nftables.Table) {
+	conn.AddTable(table)
+	conn.DelTable(table)
+	conn.CreateTable(table)
 }
 
 // encodeCreation encodes the transaction that makes our table where there is none. With a table, it fails with EEXIST.
@@ -47,10 +53,10 @@ func encodeCreation(chains []chainLines) (*batch, error) {
 	})
 }
 
-// encodeRemoval encodes the transaction that deletes our table. Without a table, it fails with ENOENT.
-func encodeRemoval() (*batch, error) {
+// encodeRemoval encodes the transaction that deletes a table. Without the table, it fails with ENOENT.
+func encodeRemoval(table *nftables.Table) (*batch, error) {
 	return encode(func(conn *nftables.Conn) error {
-		conn.DelTable(ourTable())
+		conn.DelTable(table)
 		return nil
 	})
 }
@@ -59,8 +65,9 @@ func ourTable() *nftables.Table {
 	return &nftables.Table{Name: redirection.NFTablesTable, Family: nftables.TableFamilyINet}
 }
 
-// encode returns what build makes the library send, changed so that it can be sent as it is, and often.
-func encode(build func(*nftables.Conn) error) (*batch, error) {
+// encode returns what build makes the library send as a transaction that can be sent as it is, and often. The messages
+// given as more come last in it.
+func encode(build func(*nftables.Conn) error, more ...netlink.Message) (*batch, error) {
 	var messages []netlink.Message
 	conn, err := nftables.New(nftables.WithTestDial(func(request []netlink.Message) ([]netlink.Message, error) {
 		messages = append(messages, request...)
@@ -75,7 +82,8 @@ func encode(build func(*nftables.Conn) error) (*batch, error) {
 	if err := conn.Flush(); err != nil {
 		return nil, fmt.Errorf("encoding the rules: %w", err)
 	}
-	return assemble(messages)
+	// The library begins and ends the transaction.
+	return assemble(slices.Concat(messages[1:len(messages)-1], more))
 }
 
 // acknowledge answers for the kernel: one ACK for each message that asks for it. The library calls again, without a
@@ -94,10 +102,16 @@ func acknowledge(request []netlink.Message) []netlink.Message {
 	return acks
 }
 
-// assemble joins the messages of a transaction. Only the last one before the end of the batch asks for an ACK: 27 others
-// would have to be read, and a message that fails is reported without asking. None asks for its echo.
+// assemble makes a transaction of messages. Only the last one asks for an ACK: 27 others would have to be read, and a
+// message that fails is reported without asking. None asks for its echo.
 func assemble(messages []netlink.Message) (*batch, error) {
-	b := &batch{last: uint32(len(messages) - 2)}
+	// struct nfgenmsg, of which the kernel takes the subsystem from res_id.
+	subsystem := []byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}
+	frame := func(kind netlink.HeaderType) netlink.Message {
+		return netlink.Message{Header: netlink.Header{Type: kind, Flags: netlink.Request}, Data: subsystem}
+	}
+	b := &batch{last: uint32(len(messages))}
+	messages = slices.Concat([]netlink.Message{frame(unix.NFNL_MSG_BATCH_BEGIN)}, messages, []netlink.Message{frame(unix.NFNL_MSG_BATCH_END)})
 	for i, m := range messages {
 		m.Header.Sequence = uint32(i)
 		m.Header.PID = 0
@@ -105,6 +119,7 @@ func assemble(messages []netlink.Message) (*batch, error) {
 		if uint32(i) == b.last {
 			m.Header.Flags |= netlink.Acknowledge
 		}
+		m.Header.Length = uint32(nlmsgHeader + len(m.Data))
 		encoded, err := m.MarshalBinary()
 		if err != nil {
 			return nil, fmt.Errorf("encoding the rules: %w", err)
@@ -115,27 +130,36 @@ func assemble(messages []netlink.Message) (*batch, error) {
 	return b, nil
 }
 
+// nlmsgHeader is the length of struct nlmsghdr.
+const nlmsgHeader = unix.NLMSG_HDRLEN
+
 // describeStep names what a message of a batch does: "adding rule 2 of chain nat_output" would need a count that nobody
 // has at hand when it fails, so rules are named by the comment that they carry.
 func describeStep(m netlink.Message) string {
 	if len(m.Data) < nfgenHeader {
 		return "an incomplete message"
 	}
+	field := func(kind uint16) string { return text(lookup(m.Data[nfgenHeader:], kind)) }
 	switch uint16(m.Header.Type) {
 	case unix.NFNL_MSG_BATCH_BEGIN:
 		return "beginning a transaction"
 	case unix.NFNL_MSG_BATCH_END:
 		return "committing the transaction"
 	case messageType(unix.NFT_MSG_NEWTABLE):
-		return "adding table inet " + redirection.NFTablesTable
+		return "adding table inet " + field(unix.NFTA_TABLE_NAME)
 	case messageType(unix.NFT_MSG_DELTABLE):
-		return "deleting table inet " + redirection.NFTablesTable
+		return "deleting table inet " + field(unix.NFTA_TABLE_NAME)
+	case messageType(unix.NFT_MSG_NEWSET):
+		return "adding set " + field(unix.NFTA_SET_NAME)
+	case messageType(unix.NFT_MSG_NEWSETELEM):
+		return "adding elements to set " + field(unix.NFTA_SET_ELEM_LIST_SET)
+	case messageType(unix.NFT_MSG_DELSETELEM):
+		return "emptying set " + field(unix.NFTA_SET_ELEM_LIST_SET)
 	case messageType(unix.NFT_MSG_NEWCHAIN):
-		return "adding chain " + text(lookup(m.Data[nfgenHeader:], unix.NFTA_CHAIN_NAME))
+		return "adding chain " + field(unix.NFTA_CHAIN_NAME)
 	case messageType(unix.NFT_MSG_NEWRULE):
 		return fmt.Sprintf("adding %s to chain %s",
-			comment(lookup(m.Data[nfgenHeader:], unix.NFTA_RULE_USERDATA)),
-			text(lookup(m.Data[nfgenHeader:], unix.NFTA_RULE_CHAIN)))
+			comment(lookup(m.Data[nfgenHeader:], unix.NFTA_RULE_USERDATA)), field(unix.NFTA_RULE_CHAIN))
 	default:
 		return fmt.Sprintf("message of type %#x", uint16(m.Header.Type))
 	}

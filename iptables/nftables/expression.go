@@ -117,6 +117,11 @@ func describeExpression(name string, f fields) string {
 			f.number(unix.NFTA_BITWISE_LEN))
 	case "immediate":
 		return fmt.Sprintf("immediate reg %d %s", f.number(unix.NFTA_IMMEDIATE_DREG), f.value(unix.NFTA_IMMEDIATE_DATA))
+	case "lookup":
+		f.take(unix.NFTA_LOOKUP_SET_ID) // names the set within a transaction
+		return fmt.Sprintf("lookup reg %d set %s", f.number(unix.NFTA_LOOKUP_SREG), text(f.take(unix.NFTA_LOOKUP_SET)))
+	case "nat":
+		return describeNAT(f)
 	case "redir":
 		low, high := f.number(unix.NFTA_REDIR_REG_PROTO_MIN), f.number(unix.NFTA_REDIR_REG_PROTO_MAX)
 		if high == 0 { // the kernel fills it in
@@ -126,6 +131,21 @@ func describeExpression(name string, f fields) string {
 	default:
 		return name
 	}
+}
+
+func describeNAT(f fields) string {
+	kind := "dnat"
+	if f.number(unix.NFTA_NAT_TYPE) == unix.NFT_NAT_SNAT {
+		kind = "snat"
+	}
+	family := f.number(unix.NFTA_NAT_FAMILY)
+	low, high := f.number(unix.NFTA_NAT_REG_ADDR_MIN), f.number(unix.NFTA_NAT_REG_ADDR_MAX)
+	flags := f.number(unix.NFTA_NAT_FLAGS)
+	if low != 0 { // both are what the kernel fills in
+		high = max(low, high)
+		flags |= unix.NF_NAT_RANGE_MAP_IPS
+	}
+	return fmt.Sprintf("nat %s family %d addr_min reg %d addr_max reg %d flags %#x", kind, family, low, high, flags)
 }
 
 func describeLoad(name, key string, f fields, destination, source uint16) string {
@@ -147,6 +167,8 @@ func metaKey(key uint32) string {
 		return "nfproto"
 	case unix.NFT_META_L4PROTO:
 		return "l4proto"
+	case unix.NFT_META_SKUID:
+		return "skuid"
 	default:
 		return fmt.Sprintf("key %d", key)
 	}

@@ -20,12 +20,12 @@ import (
 // status is what the kernel says of a namespace's packet rules without listing them.
 type status struct {
 	generation uint32
-	exists     bool // our table does
+	exists     bool // the table that was asked for does
 }
 
-// readStatus asks for the generation and for our table.
-func readStatus(socket *rawnetlink.Socket) (status, error) {
-	answers, err := socket.Query(statusRequest(), 2)
+// readStatus asks for the generation and for a table.
+func readStatus(socket *rawnetlink.Socket, table string) (status, error) {
+	answers, err := socket.Query(statusRequest(table), 2)
 	if err != nil {
 		return status{}, fmt.Errorf("reading the generation of the packet rules: %w", err)
 	}
@@ -36,7 +36,7 @@ func readStatus(socket *rawnetlink.Socket) (status, error) {
 			return status{}, fmt.Errorf("reading the generation of the packet rules: %w", err)
 		}
 		switch err := m.Failure(); {
-		case errors.Is(err, unix.ENOENT): // there is no table of ours
+		case errors.Is(err, unix.ENOENT): // there is no such table
 		case err != nil:
 			return status{}, fmt.Errorf("reading the generation of the packet rules: %w", err)
 		case m.Type == messageType(unix.NFT_MSG_NEWTABLE):
@@ -48,9 +48,9 @@ func readStatus(socket *rawnetlink.Socket) (status, error) {
 	return s, nil
 }
 
-func statusRequest() []byte {
+func statusRequest(table string) []byte {
 	b := rawnetlink.AppendMessage(make([]byte, 0, 64), rawnetlink.Message{
-		Type: messageType(unix.NFT_MSG_GETTABLE), Flags: unix.NLM_F_REQUEST, Payload: ofOurTable(unix.NFTA_TABLE_NAME),
+		Type: messageType(unix.NFT_MSG_GETTABLE), Flags: unix.NLM_F_REQUEST, Payload: ofTable(table, unix.NFTA_TABLE_NAME),
 	})
 	return rawnetlink.AppendMessage(b, rawnetlink.Message{
 		Type: messageType(unix.NFT_MSG_GETGEN), Flags: unix.NLM_F_REQUEST,

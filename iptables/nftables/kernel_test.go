@@ -80,11 +80,6 @@ func closeSocket(t *testing.T, fd int) {
 // TestListRulesetGolden shows what an operator sees.
 func TestListRulesetGolden(t *testing.T) {
 	netnstest.Require(t)
-	const written = "v1.0." // the notation is that of the tool's version
-	version, err := exec.CommandContext(t.Context(), "nft", "--version").Output()
-	if err != nil || !strings.Contains(string(version), written) {
-		t.Skipf("needs nft %sx, as in Debian 12: %s %v", written, version, err)
-	}
 	backend := newBackend(t)
 	for name, change := range map[string]func(*redirection.Options){
 		"default": func(*redirection.Options) {},
@@ -104,25 +99,36 @@ func TestListRulesetGolden(t *testing.T) {
 			opts := redirection.DefaultOptions()
 			change(&opts)
 			p.apply(opts)
-			var listing []byte
-			p.Do(t, func() (err error) {
-				listing, err = exec.CommandContext(t.Context(), "nft", "list", "ruleset").Output()
-				return err
-			})
-			path := filepath.Join("testdata", name+".nft")
-			if flag.Lookup("update").Value.String() == "true" {
-				if err := os.WriteFile(path, listing, 0o644); err != nil {
-					t.Fatal(err)
-				}
-			}
-			want, err := os.ReadFile(path)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if diff := cmp.Diff(string(want), string(listing)); diff != "" {
-				t.Errorf("nft list ruleset (-golden +kernel):\n%s", diff)
-			}
+			listingGolden(t, p, name+".nft")
 		})
+	}
+}
+
+// listingGolden compares what nft lists in the namespace with a golden file.
+func listingGolden(t *testing.T, p *pod, file string) {
+	t.Helper()
+	const written = "v1.0." // the notation is that of the tool's version
+	version, err := exec.CommandContext(t.Context(), "nft", "--version").Output()
+	if err != nil || !strings.Contains(string(version), written) {
+		t.Skipf("needs nft %sx, as in Debian 12: %s %v", written, version, err)
+	}
+	var listing []byte
+	p.Do(t, func() (err error) {
+		listing, err = exec.CommandContext(t.Context(), "nft", "list", "ruleset").Output()
+		return err
+	})
+	path := filepath.Join("testdata", file)
+	if flag.Lookup("update").Value.String() == "true" {
+		if err := os.WriteFile(path, listing, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(string(want), string(listing)); diff != "" {
+		t.Errorf("nft list ruleset (-golden +kernel):\n%s", diff)
 	}
 }
 

@@ -38,11 +38,12 @@ type Backend struct {
 	removal *batch
 	rules   cache
 	seen    sightings
+	host    hostSocket
 }
 
 // New returns a ready backend. It does not look at the kernel.
 func New() (*Backend, error) {
-	removal, err := encodeRemoval()
+	removal, err := encodeRemoval(ourTable())
 	if err != nil {
 		return nil, err
 	}
@@ -118,6 +119,25 @@ func (b *Backend) Verify(ctx context.Context, run redirection.Runner, opts redir
 	return families, found, nil
 }
 
+// Generation returns the number of the last transaction on the packet rules of the namespace that run enters, whoever's it
+// was. It starts at 1 in a new namespace, so it says something only together with the namespace's key. While it stays, no
+// packet rule has changed that nf_tables knows of; rules of iptables-legacy, policy rules and routes are not counted.
+func (b *Backend) Generation(ctx context.Context, run redirection.Runner) (uint64, error) {
+	if err := ctx.Err(); err != nil {
+		return 0, err
+	}
+	var generation uint32
+	err := b.packetRules(run, func(socket *rawnetlink.Socket) error {
+		s, err := readStatus(socket, redirection.NFTablesTable)
+		generation = s.generation
+		return err
+	})
+	if err != nil {
+		return 0, fmt.Errorf("reading the generation of packet rules: %w", err)
+	}
+	return uint64(generation), nil
+}
+
 // Remove deletes our table, policy rules and routes in the namespace that run enters. Where there are none it succeeds.
 func (b *Backend) Remove(ctx context.Context, run redirection.Runner) error {
 	if err := ctx.Err(); err != nil {
@@ -148,7 +168,7 @@ func removePolicyRouting(route *policyroute.Conn) error {
 
 // install makes the namespace hold the rule set, unless it is known to.
 func (b *Backend) install(c *conn, set *ruleSet) error {
-	before, err := readStatus(c.packet)
+	before, err := readStatus(c.packet, redirection.NFTablesTable)
 	if err != nil {
 		return err
 	}
@@ -163,7 +183,7 @@ func (b *Backend) install(c *conn, set *ruleSet) error {
 		return nil
 	}
 	// The rules are in place. Without an answer here, or with more than our own transaction in between, Verify will look.
-	if after, err := readStatus(c.packet); err == nil && after.generation == before.generation+1 {
+	if after, err := readStatus(c.packet, redirection.NFTablesTable); err == nil && after.generation == before.generation+1 {
 		b.seen.record(c.cookie, after.generation, set)
 	}
 	return nil
@@ -171,7 +191,7 @@ func (b *Backend) install(c *conn, set *ruleSet) error {
 
 // compare returns in what the namespace's packet rules differ from the rule set.
 func (b *Backend) compare(c *conn, set *ruleSet) ([]redirection.Difference, error) {
-	before, err := readStatus(c.packet)
+	before, err := readStatus(c.packet, redirection.NFTablesTable)
 	if err != nil {
 		return nil, err
 	}
@@ -182,7 +202,7 @@ func (b *Backend) compare(c *conn, set *ruleSet) ([]redirection.Difference, erro
 	if err != nil || len(found) > 0 {
 		return found, err
 	}
-	after, err := readStatus(c.packet)
+	after, err := readStatus(c.packet, redirection.NFTablesTable)
 	if err != nil {
 		return nil, err
 	}
@@ -214,4 +234,14 @@ func (b *Backend) within(run redirection.Runner, fn func(*conn) error) (err erro
 		return err
 	}
 	return fn(c)
+}
+
+// packetRules likewise calls fn where policy routing is no matter.
+func (b *Backend) packetRules(run redirection.Runner, fn func(*rawnetlink.Socket) error) (err error) {
+	opened, err := b.sockets.Open(run, unix.NETLINK_NETFILTER)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, opened[0].Close()) }()
+	return fn(opened[0])
 }

@@ -111,7 +111,7 @@ func golden(t *testing.T, name, got string) {
 // TestBatchesCanBeSentAsTheyAre holds what the kernel's answer to a batch is read by.
 func TestBatchesCanBeSentAsTheyAre(t *testing.T) {
 	set := newSet(t, variants()["default"])
-	removal, err := encodeRemoval()
+	removal, err := encodeRemoval(ourTable())
 	if err != nil {
 		t.Fatal(err)
 	}

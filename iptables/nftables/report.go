@@ -35,26 +35,25 @@ func read(socket *rawnetlink.Socket) (report, error) {
 }
 
 func readOnce(socket *rawnetlink.Socket) (report, error) {
-	objects, err := socket.Dump(objectsRequest())
+	objects, err := socket.Dump(objectsRequest(redirection.NFTablesTable))
 	if err != nil {
 		return report{}, err
 	}
-	rules, err := socket.Dump(rulesRequest())
+	rules, err := socket.Dump(rulesRequest(redirection.NFTablesTable))
 	if err != nil {
 		return report{}, err
 	}
-	r := report{objects: objects, rules: rules}
-	if !r.sameGeneration() {
+	if !sameGeneration(objects, rules) {
 		return report{}, rawnetlink.ErrInterrupted
 	}
-	return r, nil
+	return report{objects: objects, rules: rules}, nil
 }
 
 // sameGeneration reports whether all messages are from one generation of the namespace's rules: nfgenmsg.res_id holds
 // the lower 16 bits of its number.
-func (r report) sameGeneration() bool {
+func sameGeneration(answers ...[]byte) bool {
 	var generation []byte
-	for _, part := range [][]byte{r.objects, r.rules} {
+	for _, part := range answers {
 		for len(part) > 0 {
 			m, rest, err := rawnetlink.Next(part)
 			if err != nil || len(m.Payload) < nfgenHeader {
@@ -118,7 +117,7 @@ func nextOurs(b []byte) (rawnetlink.Message, []byte, bool) {
 		if err != nil {
 			return rawnetlink.Message{}, nil, false
 		}
-		if isOurs(m) {
+		if isAbout(m, redirection.NFTablesTable) {
 			return m, rest, true
 		}
 		b = rest
@@ -126,12 +125,13 @@ func nextOurs(b []byte) (rawnetlink.Message, []byte, bool) {
 	return rawnetlink.Message{}, nil, false
 }
 
-// isOurs reports whether a message is about our table or something in it. Its name is attribute 1 of all three kinds.
-func isOurs(m rawnetlink.Message) bool {
+// isAbout reports whether a message is about a table of family inet or something in it. The table's name is attribute 1
+// of tables, chains, rules, sets and lists of elements.
+func isAbout(m rawnetlink.Message, table string) bool {
 	if len(m.Payload) < nfgenHeader || m.Payload[0] != unix.NFPROTO_INET {
 		return false
 	}
-	return string(lookup(m.Payload[nfgenHeader:], unix.NFTA_TABLE_NAME)) == redirection.NFTablesTable+"\x00"
+	return string(lookup(m.Payload[nfgenHeader:], unix.NFTA_TABLE_NAME)) == table+"\x00"
 }
 
 // clone returns a copy that does not alias the socket's buffer.
@@ -139,34 +139,40 @@ func (r report) clone() *report {
 	return &report{objects: bytes.Clone(r.objects), rules: bytes.Clone(r.rules)}
 }
 
-func (r report) decode() (*table, error) { return decode(slices.Concat(r.objects, r.rules)) }
+func (r report) decode() (*table, error) {
+	return decode(redirection.NFTablesTable, slices.Concat(r.objects, r.rules))
+}
 
 // nfgenHeader is the length of struct nfgenmsg: family, version, and 16 bits that answers use for the generation.
 const nfgenHeader = 4
 
-// objectsRequest asks for our table and for the chains of all tables of its family. Chains cannot be asked for by table;
-// a pod's namespace holds few others.
-func objectsRequest() []byte {
+// objectsRequest asks for a table and for the chains of all tables of its family. Chains cannot be asked for by table; a
+// pod's namespace holds few others.
+func objectsRequest(table string) []byte {
 	b := rawnetlink.AppendMessage(make([]byte, 0, 64), rawnetlink.Message{
-		Type: messageType(unix.NFT_MSG_GETTABLE), Flags: unix.NLM_F_REQUEST, Payload: ofOurTable(unix.NFTA_TABLE_NAME),
+		Type: messageType(unix.NFT_MSG_GETTABLE), Flags: unix.NLM_F_REQUEST, Payload: ofTable(table, unix.NFTA_TABLE_NAME),
 	})
 	return rawnetlink.AppendMessage(b, rawnetlink.Message{
 		Type: messageType(unix.NFT_MSG_GETCHAIN), Flags: unix.NLM_F_REQUEST | unix.NLM_F_DUMP, Payload: ofFamily(),
 	})
 }
 
-// rulesRequest asks for the rules of our table.
-func rulesRequest() []byte {
+// rulesRequest asks for the rules of a table.
+func rulesRequest(table string) []byte {
 	return rawnetlink.AppendMessage(make([]byte, 0, 48), rawnetlink.Message{
 		Type: messageType(unix.NFT_MSG_GETRULE), Flags: unix.NLM_F_REQUEST | unix.NLM_F_DUMP,
-		Payload: ofOurTable(unix.NFTA_RULE_TABLE),
+		Payload: ofTable(table, unix.NFTA_RULE_TABLE),
 	})
 }
 
 func ofFamily() []byte { return []byte{unix.NFPROTO_INET, unix.NFNETLINK_V0, 0, 0} }
 
-func ofOurTable(attribute uint16) []byte {
-	return rawnetlink.AppendAttribute(ofFamily(), rawnetlink.Attribute{
-		Type: attribute, Data: []byte(redirection.NFTablesTable + "\x00"),
-	})
+// ofTable returns the beginning of a payload about a table of family inet, whose name is the attribute given.
+func ofTable(name string, attribute uint16) []byte {
+	return appendText(ofFamily(), attribute, name)
+}
+
+// appendText appends a string attribute, with the terminating zero that the kernel expects.
+func appendText(b []byte, kind uint16, value string) []byte {
+	return rawnetlink.AppendAttribute(b, rawnetlink.Attribute{Type: kind, Data: []byte(value + "\x00")})
 }

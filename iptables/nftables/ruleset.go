@@ -35,7 +35,7 @@ func newRuleSet(rules []redirection.Rule) (*ruleSet, error) {
 	if err != nil {
 		return nil, err
 	}
-	want, err := decode(creation.bytes)
+	want, err := decode(redirection.NFTablesTable, creation.bytes)
 	if err != nil {
 		return nil, fmt.Errorf("reading back the encoded rules: %w", err)
 	}

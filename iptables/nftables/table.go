@@ -4,6 +4,7 @@ package nftables
 
 import (
 	"fmt"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -11,11 +12,18 @@ import (
 	"ambientd/iptables/redirection"
 )
 
-// table is our table as text: what was sent, or what the kernel reports.
+// table is one of our tables as text: what was sent, or what the kernel reports.
 type table struct {
+	name   string
 	flags  uint32 // NFT_TABLE_F_DORMANT switches all of it off
 	chains []chain
-	others int // objects in the table that are no chains: sets, flow tables, stateful objects
+	sets   []set // without their elements
+	others int   // objects in the table that are neither: flow tables, stateful objects, sets that were not asked for
+}
+
+type set struct {
+	name string
+	base string // what its elements are
 }
 
 type chain struct {
@@ -30,9 +38,10 @@ type rule struct {
 	meaning     string // of the expressions in the model's words, empty for those of others
 }
 
-// decode reads messages that make, or report, tables, chains and rules, and takes up what belongs to our table.
-func decode(messages []byte) (*table, error) {
-	t := &table{}
+// decode reads messages that make, or report, tables, sets, chains and rules, and takes up what belongs to the table of
+// that name.
+func decode(name string, messages []byte) (*table, error) {
+	t := &table{name: name}
 	uses := 0
 	for len(messages) > 0 {
 		m, rest, err := rawnetlink.Next(messages)
@@ -40,7 +49,7 @@ func decode(messages []byte) (*table, error) {
 			return nil, err
 		}
 		messages = rest
-		if !isOurs(m) {
+		if !isAbout(m, name) {
 			continue
 		}
 		f, err := fieldsOf(m.Payload[nfgenHeader:])
@@ -57,14 +66,24 @@ func decode(messages []byte) (*table, error) {
 				return nil, err
 			}
 			t.chains = append(t.chains, c)
+		case messageType(unix.NFT_MSG_NEWSET):
+			t.sets = append(t.sets, decodeSet(f))
 		case messageType(unix.NFT_MSG_NEWRULE):
 			if err := t.addRule(f); err != nil {
 				return nil, err
 			}
 		}
 	}
-	t.others = max(0, uses-len(t.chains))
+	t.others = max(0, uses-len(t.chains)-len(t.sets))
 	return t, nil
+}
+
+func decodeSet(f fields) set {
+	return set{
+		name: text(f[unix.NFTA_SET_NAME]),
+		base: fmt.Sprintf("type %#x of %d bytes flags %#x",
+			f.number(unix.NFTA_SET_KEY_TYPE), f.number(unix.NFTA_SET_KEY_LEN), f.number(unix.NFTA_SET_FLAGS)),
+	}
 }
 
 func decodeChain(f fields) (chain, error) {
@@ -97,6 +116,8 @@ func hookName(number uint32) string {
 		return string(redirection.Prerouting)
 	case unix.NF_INET_LOCAL_OUT:
 		return string(redirection.Output)
+	case unix.NF_INET_POST_ROUTING:
+		return "postrouting"
 	default:
 		return fmt.Sprintf("number %d", number)
 	}
@@ -125,10 +146,10 @@ func differences(want, got *table) []redirection.Difference {
 		found = append(found, redirection.Difference{What: what, Want: want, Got: got})
 	}
 	if got.flags != want.flags {
-		add("table "+redirection.NFTablesTable, fmt.Sprintf("flags %#x", want.flags), fmt.Sprintf("flags %#x", got.flags))
+		add("table "+want.name, fmt.Sprintf("flags %#x", want.flags), fmt.Sprintf("flags %#x", got.flags))
 	}
 	if got.others > 0 {
-		add("table "+redirection.NFTablesTable, "", fmt.Sprintf("sets or other objects in it: %d", got.others))
+		add("table "+want.name, "", fmt.Sprintf("sets or other objects in it: %d", got.others))
 	}
 	for _, w := range want.chains {
 		g, ok := got.chain(w.name)
@@ -146,6 +167,25 @@ func differences(want, got *table) []redirection.Difference {
 	for _, g := range got.chains {
 		if _, ok := want.chain(g.name); !ok {
 			add("chain "+g.name, "", fmt.Sprintf("%s with %d rules", orText(g.base, "no hook"), len(g.rules)))
+		}
+	}
+	return append(found, setDifferences(want, got)...)
+}
+
+func setDifferences(want, got *table) []redirection.Difference {
+	var found []redirection.Difference
+	for _, w := range want.sets {
+		i := slices.IndexFunc(got.sets, func(g set) bool { return g.name == w.name })
+		switch {
+		case i < 0:
+			found = append(found, redirection.Difference{What: "set " + w.name, Want: w.base})
+		case got.sets[i].base != w.base:
+			found = append(found, redirection.Difference{What: "set " + w.name, Want: w.base, Got: got.sets[i].base})
+		}
+	}
+	for _, g := range got.sets {
+		if !slices.ContainsFunc(want.sets, func(w set) bool { return w.name == g.name }) {
+			found = append(found, redirection.Difference{What: "set " + g.name, Got: g.base})
 		}
 	}
 	return found

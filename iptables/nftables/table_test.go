@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"ambientd/iptables/rawnetlink"
+	"ambientd/iptables/redirection"
 )
 
 // rulesOf returns a rule for each letter.
@@ -227,10 +228,10 @@ func TestReportEquality(t *testing.T) {
 			}
 		})
 	}
-	if !base.sameGeneration() {
+	if !sameGeneration(base.objects, base.rules) {
 		t.Error("one generation is taken for two")
 	}
-	if mixed := (report{objects: table(0, 1), rules: chain("ambientd", "a", 2)}); mixed.sameGeneration() {
+	if sameGeneration(table(0, 1), chain("ambientd", "a", 2)) {
 		t.Error("two generations are taken for one")
 	}
 }
@@ -242,11 +243,11 @@ func FuzzDecode(f *testing.F) {
 	f.Add(newSet(f, variants()["reroute"]).creation.bytes)
 	want := newSet(f, variants()["default"]).want
 	f.Fuzz(func(t *testing.T, messages []byte) {
-		got, err := decode(messages)
+		got, err := decode(redirection.NFTablesTable, messages)
 		if err != nil {
 			return
 		}
-		again, err := decode(messages)
+		again, err := decode(redirection.NFTablesTable, messages)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -2,8 +2,8 @@
 
 // Package rawnetlink sends ready-made netlink messages to the kernel and reads its answers, with as few system calls as
 // the protocol allows. It owns sockets, datagrams, and the framing of messages and attributes. It refuses to know what a
-// message means, and to keep a socket: an open netlink socket holds its network namespace, and with it the interfaces of
-// a pod that is gone.
+// message means, and to keep a socket by itself: an open netlink socket holds its network namespace, and with it the
+// interfaces of a pod that is gone. Only the host's namespace is there anyway.
 //
 // The kernel works on a netlink request inside the call that sends it, so the answer is there when that call returns.
 // Sockets are therefore non-blocking: an answer that is missing is an error at once, not a wait.
@@ -104,6 +104,10 @@ func closeAll(sockets []*Socket) error {
 	}
 	return err
 }
+
+// Forget drops all answers that the socket's methods have returned; they must not be used any more. It is for a socket
+// that is kept: without it, answers pile up until Close.
+func (s *Socket) Forget() { *s.buffer = (*s.buffer)[:0] }
 
 // Close closes the socket alone, like [Sockets.Close].
 func (s *Socket) Close() error { return s.owner.Close(s) }

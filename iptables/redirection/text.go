@@ -65,3 +65,12 @@ func (v Verdict) String() string {
 func (r Rule) String() string {
 	return fmt.Sprintf("row %d, %s, %s: %s -> %s", r.Row, r.Families, r.Chain, r.Match, r.Verdict)
 }
+
+// String returns the rule as one line without its reason.
+func (r HostRule) String() string {
+	to := "address in " + r.Set
+	if r.Scope == ProbeScopeDeclared {
+		to = "address and port in " + r.Set
+	}
+	return fmt.Sprintf("%s, nat postrouting: from a socket of the host, tcp, %s -> source %s", r.Family, to, r.Source)
+}

@@ -1,0 +1,349 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nftables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+
+	"github.com/google/nftables"
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+
+	"ambientd/iptables/rawnetlink"
+	"ambientd/iptables/redirection"
+)
+
+// maxHostDifferences bounds how many entries VerifyHost names.
+const maxHostDifferences = 40
+
+// EnsureHost makes the host's namespace, which run enters, hold the table that the options call for: the rule that gives
+// probes their source, and the sets that say whose probes. It writes nothing where that is so. Otherwise it replaces the
+// table in one transaction and keeps the entries that fit the options. It prunes nothing: which entries there should be
+// is for [Backend.SetEntries].
+func (b *Backend) EnsureHost(ctx context.Context, run redirection.Runner, opts redirection.HostOptions) error {
+	if err := opts.Validate(); err != nil {
+		return fmt.Errorf("host options: %w", err)
+	}
+	err := b.host.use(ctx, b.sockets, run, func(socket *rawnetlink.Socket) error {
+		state, err := readHost(socket)
+		if err != nil {
+			return err
+		}
+		var entries []redirection.HostEntry
+		if state != nil {
+			want, err := wantedHost(opts)
+			if err != nil {
+				return err
+			}
+			if len(differences(want, state.table)) == 0 {
+				return nil
+			}
+			entries = state.fitting(opts)
+		}
+		return replaceHost(socket, opts, entries)
+	})
+	if err != nil {
+		return fmt.Errorf("setting up the probes' rule (nftables): %w", err)
+	}
+	return nil
+}
+
+// VerifyHost compares the host's namespace with what [Backend.EnsureHost] makes of the options, and the sets with exactly
+// these entries. It writes nothing.
+func (b *Backend) VerifyHost(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entries []redirection.HostEntry) ([]redirection.Difference, error) {
+	if err := validateHost(opts, entries); err != nil {
+		return nil, err
+	}
+	var found []redirection.Difference
+	err := b.host.use(ctx, b.sockets, run, func(socket *rawnetlink.Socket) error {
+		state, err := readHost(socket)
+		if err != nil {
+			return err
+		}
+		if state == nil {
+			found = []redirection.Difference{{What: "table " + redirection.HostTable, Want: fmt.Sprintf("with %d entries", len(entries))}}
+			return nil
+		}
+		want, err := wantedHost(opts)
+		if err != nil {
+			return err
+		}
+		state.table.explain(hostMeanings(opts, want))
+		found = append(differences(want, state.table), state.entryDifferences(entries)...)
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("verifying the probes' rule (nftables): %w", err)
+	}
+	return found, nil
+}
+
+// SetEntries makes the sets hold exactly these entries, in one transaction. The table must be there.
+func (b *Backend) SetEntries(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entries []redirection.HostEntry) error {
+	if err := validateHost(opts, entries); err != nil {
+		return err
+	}
+	messages := make([]netlink.Message, 0, 4)
+	for _, family := range opts.Families().Each() {
+		messages = append(messages, elementMessage(unix.NFT_MSG_DELSETELEM, 0, ofSet(setOf(family)))) // all of them
+	}
+	batch, err := assemble(append(messages, additions(entries)...))
+	if err != nil {
+		return err
+	}
+	err = b.host.use(ctx, b.sockets, run, func(socket *rawnetlink.Socket) error { return commit(socket, batch) })
+	if err != nil {
+		return fmt.Errorf("setting the entries of probes (nftables): %w", err)
+	}
+	return nil
+}
+
+// AddEntry adds an entry to its set; one that is there already is fine. The table must be there.
+func (b *Backend) AddEntry(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entry redirection.HostEntry) error {
+	if err := opts.ValidateEntry(entry); err != nil {
+		return err
+	}
+	if err := b.changeEntry(ctx, run, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, entry); err != nil {
+		return fmt.Errorf("adding %s to the probes' set (nftables): %w", entry, err)
+	}
+	return nil
+}
+
+// DelEntry takes an entry out of its set; one that is not there is fine, and so is no set at all.
+func (b *Backend) DelEntry(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entry redirection.HostEntry) error {
+	if err := opts.ValidateEntry(entry); err != nil {
+		return err
+	}
+	err := b.changeEntry(ctx, run, unix.NFT_MSG_DELSETELEM, 0, entry)
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("taking %s out of the probes' set (nftables): %w", entry, err)
+	}
+	return nil
+}
+
+// RemoveHost deletes the host's table. Where there is none it succeeds.
+func (b *Backend) RemoveHost(ctx context.Context, run redirection.Runner) error {
+	removal, err := encodeRemoval(hostTable())
+	if err != nil {
+		return err
+	}
+	err = b.host.use(ctx, b.sockets, run, func(socket *rawnetlink.Socket) error { return commit(socket, removal) })
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("removing the probes' rule (nftables): %w", err)
+	}
+	return nil
+}
+
+func validateHost(opts redirection.HostOptions, entries []redirection.HostEntry) error {
+	if err := opts.Validate(); err != nil {
+		return fmt.Errorf("host options: %w", err)
+	}
+	for _, entry := range entries {
+		if err := opts.ValidateEntry(entry); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// changeEntry sends one element. It is what an enrolment waits for, so it is written out by hand.
+func (b *Backend) changeEntry(ctx context.Context, run redirection.Runner, message, flags uint16, entry redirection.HostEntry) error {
+	const sequence = 1
+	subsystem := []byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}
+	element := rawnetlink.Message{
+		Type: messageType(message), Flags: unix.NLM_F_REQUEST | unix.NLM_F_ACK | flags, Sequence: sequence,
+		Payload: appendElements(ofSet(setOf(redirection.FamilyOf(entry.Addr))), entry),
+	}
+	request := make([]byte, 0, 256)
+	request = rawnetlink.AppendMessage(request, rawnetlink.Message{
+		Type: unix.NFNL_MSG_BATCH_BEGIN, Flags: unix.NLM_F_REQUEST, Payload: subsystem,
+	})
+	request = rawnetlink.AppendMessage(request, element)
+	request = rawnetlink.AppendMessage(request, rawnetlink.Message{
+		Type: unix.NFNL_MSG_BATCH_END, Flags: unix.NLM_F_REQUEST, Sequence: sequence + 1, Payload: subsystem,
+	})
+	return b.host.use(ctx, b.sockets, run, func(socket *rawnetlink.Socket) error {
+		refused, err := socket.Execute(request, sequence)
+		if err == nil && len(refused) > 0 {
+			err = refused[0]
+		}
+		return err
+	})
+}
+
+// replaceHost makes the host's table anew, with these entries.
+func replaceHost(socket *rawnetlink.Socket, opts redirection.HostOptions, entries []redirection.HostEntry) error {
+	batch, err := encode(func(conn *nftables.Conn) error { return buildHost(conn, opts) }, additions(entries)...)
+	if err != nil {
+		return err
+	}
+	return commit(socket, batch)
+}
+
+// wantedHost returns the host's table as the options call for it.
+func wantedHost(opts redirection.HostOptions) (*table, error) {
+	batch, err := encode(func(conn *nftables.Conn) error { return buildHost(conn, opts) })
+	if err != nil {
+		return nil, err
+	}
+	want, err := decode(redirection.HostTable, batch.bytes)
+	if err != nil {
+		return nil, fmt.Errorf("reading back the encoded rules: %w", err)
+	}
+	want.explain(hostMeanings(opts, want))
+	return want, nil
+}
+
+// hostMeanings returns what the expressions of the host's rules mean in the model's words.
+func hostMeanings(opts redirection.HostOptions, want *table) map[string]string {
+	meanings := map[string]string{}
+	for i, rule := range redirection.HostRules(opts) {
+		meanings[want.chains[0].rules[i].expressions] = rule.String()
+	}
+	return meanings
+}
+
+// fitting returns the entries that the sets of the options can hold.
+func (s *hostState) fitting(opts redirection.HostOptions) []redirection.HostEntry {
+	var entries []redirection.HostEntry
+	for entry := range s.entries {
+		if opts.ValidateEntry(entry) == nil {
+			entries = append(entries, entry)
+		}
+	}
+	slices.SortFunc(entries, redirection.HostEntry.Compare)
+	return entries
+}
+
+// entryDifferences returns in what the sets' elements are not the entries wanted.
+func (s *hostState) entryDifferences(wanted []redirection.HostEntry) []redirection.Difference {
+	var found []redirection.Difference
+	what := func(e redirection.HostEntry) string { return "entry of set " + setOf(redirection.FamilyOf(e.Addr)) }
+	want := map[redirection.HostEntry]bool{}
+	for _, entry := range slices.SortedFunc(slices.Values(wanted), redirection.HostEntry.Compare) {
+		if !want[entry] && !s.entries[entry] {
+			found = append(found, redirection.Difference{What: what(entry), Want: entry.String()})
+		}
+		want[entry] = true
+	}
+	var surplus []redirection.HostEntry
+	for entry := range s.entries {
+		if !want[entry] {
+			surplus = append(surplus, entry)
+		}
+	}
+	slices.SortFunc(surplus, redirection.HostEntry.Compare)
+	for _, entry := range surplus {
+		found = append(found, redirection.Difference{What: what(entry), Got: entry.String()})
+	}
+	if s.strange > 0 {
+		found = append(found, redirection.Difference{What: "probe sets", Got: fmt.Sprintf("elements that are no addresses: %d", s.strange)})
+	}
+	if more := len(found) - maxHostDifferences; more > 0 {
+		found = append(found[:maxHostDifferences], redirection.Difference{What: "probe sets", Got: fmt.Sprintf("%d more differences", more)})
+	}
+	return found
+}
+
+// elementsPerMessage keeps a message's list of elements, of up to 36 bytes each, within the 64 KiB that an attribute's
+// length can say.
+const elementsPerMessage = 1024
+
+// additions returns the messages that add the entries to their sets.
+func additions(entries []redirection.HostEntry) []netlink.Message {
+	byFamily := map[redirection.Families][]redirection.HostEntry{}
+	for _, entry := range entries {
+		family := redirection.FamilyOf(entry.Addr)
+		byFamily[family] = append(byFamily[family], entry)
+	}
+	var messages []netlink.Message
+	for _, family := range redirection.DualStack.Each() {
+		for part := range slices.Chunk(byFamily[family], elementsPerMessage) {
+			messages = append(messages, elementMessage(unix.NFT_MSG_NEWSETELEM, netlink.Create, appendElements(ofSet(setOf(family)), part...)))
+		}
+	}
+	return messages
+}
+
+func elementMessage(message uint16, flags netlink.HeaderFlags, payload []byte) netlink.Message {
+	return netlink.Message{
+		Header: netlink.Header{Type: netlink.HeaderType(messageType(message)), Flags: netlink.Request | flags},
+		Data:   payload,
+	}
+}
+
+// appendElements appends the list of elements to a payload that names their set.
+func appendElements(payload []byte, entries ...redirection.HostEntry) []byte {
+	list := make([]byte, 0, 40*len(entries))
+	for _, entry := range entries {
+		var key [20]byte
+		value := rawnetlink.AppendAttribute(nil, rawnetlink.Attribute{Type: unix.NFTA_DATA_VALUE, Data: appendKey(key[:0], entry)})
+		list = appendNested(list, unix.NFTA_LIST_ELEM, appendNested(nil, unix.NFTA_SET_ELEM_KEY, value))
+	}
+	return appendNested(payload, unix.NFTA_SET_ELEM_LIST_ELEMENTS, list)
+}
+
+func appendNested(b []byte, kind uint16, data []byte) []byte {
+	return rawnetlink.AppendAttribute(b, rawnetlink.Attribute{Type: kind | unix.NLA_F_NESTED, Data: data})
+}
+
+// hostSocket keeps a socket in the host's namespace: entries come and go with every pod, and opening a socket takes
+// longer than changing one. Its zero value is ready; it may be used concurrently.
+type hostSocket struct {
+	mu     sync.Mutex // held for each transaction, so that what was read is still so when it is replaced
+	socket *rawnetlink.Socket
+	netns  netnsID // that the socket is in; it pins it, so the number cannot be another's
+}
+
+// netnsID tells network namespaces apart while they are there: the device and inode number of their file.
+type netnsID struct{ device, inode uint64 }
+
+// use calls fn with the socket of the namespace that run enters. After an error the next call opens a new one: there may
+// be answers left in this one that nobody waits for.
+func (h *hostSocket) use(ctx context.Context, sockets *rawnetlink.Sockets, run redirection.Runner, fn func(*rawnetlink.Socket) error) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	if err := run(func() error { return h.open(sockets) }); err != nil {
+		return err
+	}
+	h.socket.Forget()
+	if err := fn(h.socket); err != nil {
+		return errors.Join(err, h.close())
+	}
+	return nil
+}
+
+// open makes the socket one of the thread's namespace, unless it is.
+func (h *hostSocket) open(sockets *rawnetlink.Sockets) error {
+	var file unix.Stat_t
+	if err := unix.Stat("/proc/thread-self/ns/net", &file); err != nil {
+		return fmt.Errorf("looking at the thread's network namespace: %w", err)
+	}
+	here := netnsID{device: file.Dev, inode: file.Ino}
+	if h.socket != nil && h.netns == here {
+		return nil
+	}
+	opened, err := sockets.Open(func(fn func() error) error { return fn() }, unix.NETLINK_NETFILTER)
+	if err != nil {
+		return err
+	}
+	err = h.close()
+	h.socket, h.netns = opened[0], here
+	return err
+}
+
+func (h *hostSocket) close() error {
+	if h.socket == nil {
+		return nil
+	}
+	socket := h.socket
+	h.socket = nil
+	return socket.Close()
+}
