@@ -45,7 +45,7 @@ func eachBackend(t *testing.T, test func(t *testing.T, b backend)) {
 	for _, variant := range []iptables.Variant{iptables.NFTables, iptables.Legacy} {
 		t.Run("iptables-"+string(variant), func(t *testing.T) {
 			netnstest.Require(t)
-			b, err := iptables.New(t.Context(), variant)
+			b, err := iptables.New(t.Context(), iptables.Config{Variant: variant})
 			if err != nil {
 				t.Skip(err)
 			}
