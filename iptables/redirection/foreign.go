@@ -22,6 +22,12 @@ func ForeignChains() []string { return []string{foreignPrerouting, foreignOutput
 // IsForeignChain reports whether an iptables chain belongs to another ambient agent.
 func IsForeignChain(name string) bool { return slices.Contains(ForeignChains(), name) }
 
+// IsSidecarChain reports whether an iptables chain is one that only the injected sidecar proxy's redirection has. It uses
+// the name ISTIO_OUTPUT too: where a table holds such a chain, that one is the sidecar's, and no ambient agent's.
+func IsSidecarChain(name string) bool {
+	return name == "ISTIO_REDIRECT" || name == "ISTIO_IN_REDIRECT" || name == "ISTIO_INBOUND"
+}
+
 // IsForeignTable reports whether a native nftables table belongs to another ambient agent: istio-ambient-nat,
 // istio-ambient-mangle, istio-ambient-raw and alike, of any family.
 func IsForeignTable(name string) bool {

@@ -119,6 +119,11 @@ func TestNamesOfOthers(t *testing.T) {
 			t.Errorf("chain %q: %t", name, got)
 		}
 	}
+	for name, want := range map[string]bool{"ISTIO_INBOUND": true, "ISTIO_REDIRECT": true, "ISTIO_IN_REDIRECT": true, "ISTIO_OUTPUT": false} {
+		if got := redirection.IsSidecarChain(name); got != want {
+			t.Errorf("sidecar's chain %q: %t", name, got)
+		}
+	}
 	for name, want := range map[string]bool{
 		"istio-ambient-nat": true, "istio-ambient-mangle": true, "istio-ambient-raw": true, "istio-ambient-nat-host": true,
 		"istio-ambient-": false, "istio-proxy-nat": false, "ambientd": false, "nat": false, "": false,

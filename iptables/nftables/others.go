@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nftables
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+
+	"golang.org/x/sys/unix"
+
+	"ambientd/iptables/rawnetlink"
+	"ambientd/iptables/redirection"
+)
+
+// HasForeign reports whether the namespace that run enters holds chains or tables of another ambient agent, as far as
+// nf_tables knows: native tables, and what iptables-nft made. It reads only, and creates nothing.
+func (b *Backend) HasForeign(ctx context.Context, run redirection.Runner) (bool, error) {
+	found, err := b.has(ctx, run, foreign())
+	if err != nil {
+		return false, fmt.Errorf("looking for another agent's rules (nftables): %w", err)
+	}
+	return found, nil
+}
+
+// RemoveForeign deletes what [Backend.HasForeign] reports, in one transaction: the other agent's tables, its chains, the
+// rules that jump to them, and tables of iptables' own layout that hold nothing after that. It reports whether there was
+// any. Its policy rules and routes are no matter here: [Backend.Apply] takes those for ours that are the same, and
+// deletes the others.
+//
+// On a pod with live connections, ours go in first and theirs go out after. Our NAT chains come before theirs, and NAT is
+// decided once per connection, so each new connection is redirected once throughout; and a namespace whose last NAT chain
+// goes loses the translation of connections that are established.
+func (b *Backend) RemoveForeign(ctx context.Context, run redirection.Runner) (bool, error) {
+	found, err := b.removeOthers(ctx, run, foreign())
+	if err != nil {
+		return found, fmt.Errorf("removing another agent's rules (nftables): %w", err)
+	}
+	return found, nil
+}
+
+// HasOther reports whether the namespace that run enters holds rules that our own iptables backend made with iptables-nft.
+// It reads only, and creates nothing.
+func (b *Backend) HasOther(ctx context.Context, run redirection.Runner) (bool, error) {
+	found, err := b.has(ctx, run, ownChains())
+	if err != nil {
+		return false, fmt.Errorf("looking for rules of the iptables backend (nftables): %w", err)
+	}
+	return found, nil
+}
+
+// RemoveOther deletes what [Backend.HasOther] reports, as [Backend.RemoveForeign] does, and reports whether there was any.
+// The policy rules and routes stay: both backends use the same ones.
+func (b *Backend) RemoveOther(ctx context.Context, run redirection.Runner) (bool, error) {
+	found, err := b.removeOthers(ctx, run, ownChains())
+	if err != nil {
+		return found, fmt.Errorf("removing rules of the iptables backend (nftables): %w", err)
+	}
+	return found, nil
+}
+
+// HasTable reports whether the namespace that run enters holds our table. It reads only.
+func (b *Backend) HasTable(ctx context.Context, run redirection.Runner) (bool, error) {
+	if err := ctx.Err(); err != nil {
+		return false, err
+	}
+	var there bool
+	err := b.packetRules(run, func(socket *rawnetlink.Socket) error {
+		s, err := readStatus(socket, redirection.NFTablesTable)
+		there = s.exists
+		return err
+	})
+	if err != nil {
+		return false, fmt.Errorf("looking for table %s: %w", redirection.NFTablesTable, err)
+	}
+	return there, nil
+}
+
+// RemoveTable deletes our table alone, for a pod that the iptables backend has taken over: the policy rules and routes
+// stay. It reports whether there was one.
+func (b *Backend) RemoveTable(ctx context.Context, run redirection.Runner) (bool, error) {
+	if err := ctx.Err(); err != nil {
+		return false, err
+	}
+	found := true
+	err := b.packetRules(run, func(socket *rawnetlink.Socket) error {
+		err := commit(socket, b.removal)
+		if errors.Is(err, unix.ENOENT) {
+			found, err = false, nil
+		}
+		return err
+	})
+	if err != nil {
+		return false, fmt.Errorf("removing table %s: %w", redirection.NFTablesTable, err)
+	}
+	return found, nil
+}
+
+// RemoveEmptyTables deletes the tables in the namespace that run enters which are laid out as iptables' own and hold
+// nothing: iptables-nft makes them, and nobody ever deletes them. It reports whether there were any. It is for a pod that
+// is taken out of the mesh; to whoever uses iptables there next, an absent table is the same as an empty one.
+func (b *Backend) RemoveEmptyTables(ctx context.Context, run redirection.Runner) (bool, error) {
+	found, err := b.removeOthers(ctx, run, emptyTables())
+	if err != nil {
+		return found, fmt.Errorf("removing empty tables: %w", err)
+	}
+	return found, nil
+}
+
+// owner tells by name what belongs to somebody.
+type owner struct {
+	table func(name string) bool // native tables, of family ip, ip6 or inet
+	chain func(name string) bool // chains in tables of iptables' own layout
+	spare func(name string) bool // a table that holds such a chain is somebody else's, whatever its other chains' names
+	empty bool                   // so do tables of that layout that hold nothing, whoever made them
+}
+
+func foreign() owner {
+	return owner{table: redirection.IsForeignTable, chain: redirection.IsForeignChain, spare: redirection.IsSidecarChain}
+}
+
+func ownChains() owner { return owner{table: none, chain: redirection.IsOurChain, spare: none} }
+
+func emptyTables() owner { return owner{table: none, chain: none, spare: none, empty: true} }
+
+func none(string) bool { return false }
+
+func (b *Backend) has(ctx context.Context, run redirection.Runner, whose owner) (found bool, err error) {
+	if err := ctx.Err(); err != nil {
+		return false, err
+	}
+	err = b.packetRules(run, func(socket *rawnetlink.Socket) error {
+		here, err := readInventory(socket, whose)
+		found = len(here.removal()) > 0
+		return err
+	})
+	return found, err
+}
+
+// removeOthers deletes what belongs to whose. What is deleted is what was read: the kernel refuses the transaction if
+// there was another in between, and it is all read again.
+func (b *Backend) removeOthers(ctx context.Context, run redirection.Runner, whose owner) (found bool, err error) {
+	err = b.packetRules(run, func(socket *rawnetlink.Socket) error {
+		for range readAttempts {
+			if err := ctx.Err(); err != nil {
+				return err
+			}
+			here, err := readInventory(socket, whose)
+			if err != nil {
+				return err
+			}
+			changes := here.removal()
+			if len(changes) == 0 {
+				return nil
+			}
+			found = true
+			err = commit(socket, assembleAt(here.generation, changes))
+			if !errors.Is(err, unix.ERESTART) {
+				return err
+			}
+		}
+		return fmt.Errorf("%w, %d times in a row", rawnetlink.ErrInterrupted, readAttempts)
+	})
+	return found, err
+}
+
+// assembleAt makes a transaction that the kernel refuses with ERESTART unless it is the next one after that generation.
+func assembleAt(generation uint32, changes []change) *batch {
+	begin := rawnetlink.AppendAttribute([]byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES},
+		rawnetlink.Attribute{Type: batchGenerationID, Data: binary.BigEndian.AppendUint32(nil, generation)})
+	b := &batch{last: uint32(len(changes))}
+	add := func(m rawnetlink.Message, step string) {
+		m.Flags |= unix.NLM_F_REQUEST
+		m.Sequence = uint32(len(b.steps))
+		if m.Sequence == b.last {
+			m.Flags |= unix.NLM_F_ACK
+		}
+		b.bytes = rawnetlink.AppendMessage(b.bytes, m)
+		b.steps = append(b.steps, step)
+	}
+	add(rawnetlink.Message{Type: unix.NFNL_MSG_BATCH_BEGIN, Payload: begin}, "beginning a transaction")
+	for _, c := range changes {
+		add(rawnetlink.Message{Type: messageType(c.message), Payload: c.payload}, c.what)
+	}
+	add(rawnetlink.Message{Type: unix.NFNL_MSG_BATCH_END, Payload: begin[:nfgenHeader]}, "committing the transaction")
+	return b
+}
+
+// batchGenerationID is NFNL_BATCH_GENID of linux/netfilter/nfnetlink.h, which package unix does not have.
+const batchGenerationID = 1
