@@ -9,7 +9,8 @@
 //
 // It refuses descriptors that are no network namespace and the one that the
 // agent itself runs in, and it refuses a netns that another pod already holds
-// ([Pins.Pin]). It knows nothing of pods beyond their UID, and opens no netns
-// by path except the calling thread's own under /proc: a descriptor is always
-// handed in.
+// ([Pins.Pin]). It knows nothing of pods beyond their UID and addresses. During an
+// ADD it opens no netns by path: a descriptor is handed in. Only for pods that run
+// already does it look for one ([Finder]), and it believes neither a path nor a
+// process' cgroup by itself.
 package podnetns

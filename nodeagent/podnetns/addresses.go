@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package podnetns
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"ambientd/iptables/rawnetlink"
+)
+
+// maxDump is what the kernel puts at most in one datagram of a dump
+// (netlink_recvmsg in net/netlink/af_netlink.c), in bytes.
+const maxDump = 32 << 10
+
+// usualAddresses is how many addresses a pod has at most as a rule, those of lo included.
+const usualAddresses = 8
+
+// maxDumps bounds how often addresses are asked for while they keep changing.
+const maxDumps = 3
+
+// errChanged says that a dump is no consistent picture.
+var errChanged = errors.New("the addresses keep changing")
+
+// surveyor looks into netns. It is for one goroutine at a time.
+type surveyor struct {
+	host *Host
+	buf  []byte // for what the kernel answers
+}
+
+func newSurveyor(h *Host) *surveyor { return &surveyor{host: h, buf: make([]byte, maxDump)} }
+
+// surveyed is what became of one file.
+type surveyed struct {
+	netns *Netns       // nil on an error
+	held  []netip.Addr // the addresses in it
+	err   error
+
+	file   *os.File
+	socket int // inside the netns; -1 without
+}
+
+// survey makes a Netns of each file, all of which it takes over, if it is one that the
+// agent may touch, and reads the addresses in it. All cost one visit, from one netns to
+// the next, in which sockets are opened; the questions are asked from outside.
+func (s *surveyor) survey(files ...*os.File) []surveyed {
+	all := make([]surveyed, len(files))
+	for i, file := range files {
+		all[i] = surveyed{file: file, socket: -1, err: checkNetns(file)}
+	}
+	stay := func() error { return nil }
+	err := visit(s.host.file, stay, func() error {
+		for i := range all {
+			all[i].enter()
+		}
+		return nil
+	})
+	for i := range all {
+		if err != nil {
+			all[i].err = errors.Join(all[i].err, err)
+		}
+		s.ask(&all[i])
+	}
+	return all
+}
+
+// enter opens the socket, and leaves the thread where it is.
+func (v *surveyed) enter() {
+	if v.err != nil {
+		return
+	}
+	if v.err = setns(v.file); v.err != nil {
+		v.err = fmt.Errorf("entering the netns: %w", v.err)
+		return
+	}
+	// Non-blocking: the kernel answers inside the call that asks.
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_ROUTE)
+	if err != nil {
+		v.err = fmt.Errorf("opening a socket in the netns: %w", err)
+		return
+	}
+	v.socket = fd
+}
+
+// ask reads what the socket tells, and closes it, and the file too if it is no netns
+// that the agent may touch.
+func (s *surveyor) ask(v *surveyed) {
+	if v.err == nil {
+		v.netns, v.held, v.err = s.read(v.file, v.socket)
+	}
+	if v.socket >= 0 {
+		v.err = errors.Join(v.err, unix.Close(v.socket))
+	}
+	if v.err != nil {
+		v.netns = nil
+		v.err = errors.Join(v.err, v.file.Close())
+	}
+}
+
+func (s *surveyor) read(file *os.File, socket int) (*Netns, []netip.Addr, error) {
+	cookie, err := unix.GetsockoptUint64(socket, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
+	if err != nil {
+		return nil, nil, fmt.Errorf("reading the netns cookie (needs Linux 5.14 or newer): %w", err)
+	}
+	n := &Netns{file: file, home: s.host.file, key: Key{BootID: s.host.key.BootID, Cookie: cookie}}
+	if n.key == s.host.key {
+		return nil, nil, fmt.Errorf("netns %s: %w", n.key, ErrHostNetns)
+	}
+	held, err := s.addresses(socket)
+	return n, held, err
+}
+
+// addresses returns the addresses of all interfaces, of both families, in the netns
+// that the rtnetlink socket belongs to.
+func (s *surveyor) addresses(fd int) (_ []netip.Addr, err error) {
+	for range maxDumps {
+		var held []netip.Addr
+		held, err = dumpAddresses(fd, s.buf)
+		if err == nil {
+			return held, nil
+		}
+		if !errors.Is(err, errChanged) {
+			break
+		}
+	}
+	return nil, fmt.Errorf("reading the netns' addresses: %w", err)
+}
+
+// dumpAddresses asks once (RTM_GETADDR, rtnetlink(7)).
+func dumpAddresses(fd int, buf []byte) ([]netip.Addr, error) {
+	request := rawnetlink.AppendMessage(buf[:0], rawnetlink.Message{
+		Type: unix.RTM_GETADDR, Flags: unix.NLM_F_REQUEST | unix.NLM_F_DUMP,
+		Payload: make([]byte, unix.SizeofIfAddrmsg), // zeroes: both families, all interfaces
+	})
+	if _, err := retrying(func() (int, error) { return unix.Write(fd, request) }); err != nil {
+		return nil, err
+	}
+	held := make([]netip.Addr, 0, usualAddresses)
+	for changed := false; ; {
+		size, err := retrying(func() (int, error) { return unix.Read(fd, buf) })
+		if err != nil {
+			return nil, err
+		}
+		for rest := buf[:size]; len(rest) > 0; {
+			var m rawnetlink.Message
+			if m, rest, err = rawnetlink.Next(rest); err == nil {
+				err = m.Failure()
+			}
+			if err != nil {
+				return nil, err
+			}
+			changed = changed || m.Flags&unix.NLM_F_DUMP_INTR != 0
+			switch m.Type {
+			case unix.NLMSG_DONE:
+				if changed {
+					return nil, errChanged
+				}
+				return held, nil
+			case unix.RTM_NEWADDR:
+				addr, err := address(m.Payload)
+				if err != nil {
+					return nil, err
+				}
+				held = append(held, addr)
+			}
+		}
+	}
+}
+
+// address returns the address in the payload of an RTM_NEWADDR message: on a
+// point-to-point link, where the two differ, IFA_ADDRESS is the peer's and IFA_LOCAL
+// our own.
+func address(payload []byte) (netip.Addr, error) {
+	var found netip.Addr
+	for rest := payload[min(unix.SizeofIfAddrmsg, len(payload)):]; len(rest) > 0; {
+		a, after, err := rawnetlink.NextAttribute(rest)
+		if err != nil {
+			return netip.Addr{}, err
+		}
+		rest = after
+		if a.Type != unix.IFA_LOCAL && (a.Type != unix.IFA_ADDRESS || found.IsValid()) {
+			continue
+		}
+		addr, ok := netip.AddrFromSlice(a.Data)
+		if !ok {
+			return netip.Addr{}, fmt.Errorf("an address of %d bytes", len(a.Data))
+		}
+		found = addr
+	}
+	return found, nil
+}
+
+// retrying repeats a system call that a signal interrupted.
+func retrying(call func() (int, error)) (int, error) {
+	for {
+		n, err := call()
+		if !errors.Is(err, unix.EINTR) {
+			return n, err
+		}
+	}
+}
+
+// holds says why a netns with the addresses held is not that of a pod with the wanted
+// ones, or returns nil. One has to be there. Another may be missing if its whole family
+// is, because IPv6 can be turned off in a pod that has an IPv6 address; if the family has
+// another address instead, the netns is another pod's.
+func holds(held, wanted []netip.Addr) error {
+	found := false
+	for _, ip := range wanted {
+		if slices.Contains(held, ip) {
+			found = true
+			continue
+		}
+		for _, other := range held {
+			if other.Is4() == ip.Is4() && other.IsGlobalUnicast() && !slices.Contains(wanted, other) {
+				return fmt.Errorf("it holds %s, and not the pod's %s", other, ip)
+			}
+		}
+	}
+	if !found {
+		return errors.New("it holds none of the pod's addresses")
+	}
+	return nil
+}

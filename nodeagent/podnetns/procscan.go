@@ -1,0 +1,324 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package podnetns
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"ambientd/nodeagent/podnetns/cgroup"
+)
+
+const (
+	// maxProcesses bounds a pass. The kernel allows 4 million, of which a node that
+	// works has few.
+	maxProcesses = 1 << 18
+
+	// maxCgroup bounds a /proc/PID/cgroup, in bytes: 14 hierarchies of version 1 with
+	// paths of 1 KiB. A longer one is not a pod's.
+	maxCgroup = 16 << 10
+
+	// checkContextEvery is how many processes may be looked at before the context is
+	// looked at again, some 2 ms.
+	checkContextEvery = 256
+
+	// judgedAtOnce is how many candidates are looked into in one visit. Four times as many
+	// descriptors are open at most besides those of what was found: a batch in the making,
+	// one that waits, and one whose netns and sockets are open.
+	judgedAtOnce = 8
+)
+
+// nsID is what a namespace shows in its file's stat. A number is given again when
+// the namespace is gone.
+type nsID struct{ dev, ino uint64 }
+
+// group is the processes that share a netns.
+type group struct {
+	id   nsID
+	rest []string // PIDs that were not looked at
+	uids []string // of the pods whose processes were
+
+	// By whoever judges candidates.
+	claimed   bool // a wanted pod has a claim to the netns
+	contested bool // another wanted pod's addresses are in it too
+}
+
+// processes is a pass over a proc file system.
+type processes struct {
+	root   string
+	dir    int // descriptor of root
+	host   nsID
+	groups map[nsID]*group
+	order  []*group // as they were met
+
+	seen   int // processes in the pass
+	hidden int // of them, those that the agent has no permission to look at
+	buf    []byte
+}
+
+// candidate is a process of a wanted pod, whose netns may be the pod's.
+type candidate struct {
+	pod   *pursuit
+	pid   string
+	dir   int    // descriptor of the process' directory
+	group *group // the processes that were seen in the same netns
+}
+
+// fromProcesses looks at all processes once. From each netns it takes the first process
+// it meets, which is the oldest as a rule, and reads its cgroup. That suffices, because
+// the process that made a pod's netns is one of the pod's: any other has entered it. Only if
+// a pod is still missing afterwards, or two wanted pods have their addresses in one netns,
+// are the remaining processes there looked at as well. So it reads at most one cgroup a
+// process, and usually one a netns.
+//
+// While the pass goes on, a second goroutine judges what it has come upon: looking into
+// a netns costs several times what looking at a process does.
+func (s *search) fromProcesses(ctx context.Context) error {
+	procs, err := openProcesses(s.procRoot, s.host)
+	if err != nil {
+		return err
+	}
+	s.procs = procs
+	if err := s.judging(func(found func(candidate)) error {
+		return procs.pass(ctx, func(g *group, pid string) { s.examine(g, pid, found) })
+	}); err != nil {
+		return err
+	}
+	anyOpen := s.anyOpen()
+	return s.judging(func(found func(candidate)) error {
+		for _, g := range procs.order {
+			if !g.contested && (!anyOpen || g.claimed) {
+				continue
+			}
+			if err := s.examineRest(ctx, g, found); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// judging runs look, which hands over candidates, and judges them meanwhile. It returns
+// when all are judged.
+func (s *search) judging(look func(found func(candidate)) error) error {
+	batches := make(chan []candidate, 1)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for batch := range batches {
+			s.judge(batch)
+		}
+	}()
+	batch := make([]candidate, 0, judgedAtOnce)
+	err := look(func(c candidate) {
+		if batch = append(batch, c); len(batch) == cap(batch) {
+			batches <- batch
+			batch = make([]candidate, 0, judgedAtOnce)
+		}
+	})
+	batches <- batch
+	close(batches)
+	<-done
+	return err
+}
+
+// judge claims the netns of each candidate for its pod, or notes why it is not the pod's.
+func (s *search) judge(batch []candidate) {
+	var files []*os.File
+	var of []candidate
+	for _, c := range batch {
+		file, err := c.open()
+		if err != nil {
+			c.pod.note("process "+c.pid, err)
+			continue
+		}
+		files, of = append(files, file), append(of, c)
+	}
+	for i, v := range s.surveyor.survey(files...) {
+		if err := s.claimProcess(of[i], v); err != nil {
+			of[i].pod.note("process "+of[i].pid, err)
+		}
+	}
+}
+
+// open opens the netns that the process is in now, and gives the process up.
+func (c candidate) open() (*os.File, error) {
+	fd, err := openat(c.dir, "ns/net", unix.O_RDONLY)
+	_ = unix.Close(c.dir) // nothing was written
+	if err != nil {
+		return nil, fmt.Errorf("opening its netns: %w", err)
+	}
+	file := os.NewFile(uintptr(fd), "netns of process "+c.pid)
+	id, err := idOf(file)
+	if err == nil && id != c.group.id {
+		err = errors.New("it has entered another netns meanwhile")
+	}
+	if err != nil {
+		return nil, errors.Join(err, file.Close())
+	}
+	return file, nil
+}
+
+// claimProcess claims the candidate's netns for its pod, or says why it is not the pod's.
+func (s *search) claimProcess(c candidate, v surveyed) error {
+	if v.err != nil {
+		return v.err
+	}
+	err := holds(v.held, c.pod.IPs)
+	if err == nil {
+		c.group.claimed = true
+		for _, ip := range v.held {
+			c.group.contested = c.group.contested || slices.ContainsFunc(s.byIP[ip], func(rival *pursuit) bool {
+				return rival != c.pod && !rival.settled
+			})
+		}
+		err = s.claim(c.pod, v.netns)
+	}
+	if err != nil {
+		return errors.Join(err, v.netns.Close())
+	}
+	return nil
+}
+
+// examine looks at one process, and hands it over if it is a wanted pod's, the first one
+// of it in this netns.
+func (s *search) examine(g *group, pid string, found func(candidate)) {
+	// Through a descriptor of its directory, all is of one process: a PID is given again.
+	dir, err := openat(s.procs.dir, pid, unix.O_PATH|unix.O_DIRECTORY)
+	if err != nil {
+		s.procs.skip(err)
+		return
+	}
+	uid, err := s.procs.podOf(dir)
+	if err != nil {
+		s.procs.skip(err)
+	} else if uid != "" && !slices.Contains(g.uids, uid) {
+		g.uids = append(g.uids, uid)
+		if p := s.pods[uid]; p != nil && !p.settled {
+			found(candidate{pod: p, pid: pid, dir: dir, group: g})
+			return
+		}
+	}
+	_ = unix.Close(dir) // nothing was written
+}
+
+// examineRest looks at the processes in a netns that were not looked at yet.
+func (s *search) examineRest(ctx context.Context, g *group, found func(candidate)) error {
+	for i, pid := range g.rest {
+		if i%checkContextEvery == 0 && ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		s.examine(g, pid, found)
+	}
+	g.rest = nil
+	return nil
+}
+
+func openProcesses(root string, host *Host) (*processes, error) {
+	id, err := idOf(host.file)
+	if err != nil {
+		return nil, fmt.Errorf("looking at the host's netns: %w", err)
+	}
+	dir, err := openat(unix.AT_FDCWD, root, unix.O_RDONLY|unix.O_DIRECTORY)
+	if err != nil {
+		return nil, fmt.Errorf("opening %s: %w", root, err)
+	}
+	return &processes{root: root, dir: dir, host: id, groups: map[nsID]*group{}, buf: make([]byte, maxCgroup)}, nil
+}
+
+func (p *processes) close() {
+	_ = unix.Close(p.dir) // nothing was written
+}
+
+// pass looks once at the netns of every process outside of the host's. It calls first for
+// the first one in each netns and keeps the others.
+func (p *processes) pass(ctx context.Context, first func(*group, string)) error {
+	entries := make([]byte, 32<<10)
+	var names []string
+	for {
+		n, err := retrying(func() (int, error) { return unix.ReadDirent(p.dir, entries) })
+		if err != nil {
+			return fmt.Errorf("listing %s: %w", p.root, err)
+		}
+		if n == 0 {
+			return nil
+		}
+		_, _, names = unix.ParseDirent(entries[:n], -1, names[:0])
+		for _, pid := range names {
+			if pid[0] < '1' || pid[0] > '9' {
+				continue
+			}
+			if p.seen%checkContextEvery == 0 && ctx.Err() != nil {
+				return context.Cause(ctx)
+			}
+			if p.seen++; p.seen > maxProcesses {
+				return fmt.Errorf("%s has more than %d processes", p.root, maxProcesses)
+			}
+			g, isNew := p.groupOf(pid)
+			switch {
+			case isNew:
+				first(g, pid)
+			case g != nil:
+				g.rest = append(g.rest, pid)
+			}
+		}
+	}
+}
+
+// groupOf returns the group of the process' netns, and whether it is the first one there;
+// nil for a process in the host's netns and for one that cannot be looked at.
+func (p *processes) groupOf(pid string) (g *group, isNew bool) {
+	var st unix.Stat_t
+	if err := unix.Fstatat(p.dir, pid+"/ns/net", &st, 0); err != nil {
+		p.skip(err)
+		return nil, false
+	}
+	id := nsID{dev: st.Dev, ino: st.Ino}
+	if id == p.host {
+		return nil, false
+	}
+	g = p.groups[id]
+	if g != nil {
+		return g, false
+	}
+	g = &group{id: id}
+	p.groups[id] = g
+	p.order = append(p.order, g)
+	return g, true
+}
+
+// podOf returns the UID of the pod that the process belongs to, or "".
+func (p *processes) podOf(dir int) (string, error) {
+	fd, err := openat(dir, "cgroup", unix.O_RDONLY)
+	if err != nil {
+		return "", err
+	}
+	// One read has all of it: the kernel writes the text when it is asked for.
+	n, err := retrying(func() (int, error) { return unix.Read(fd, p.buf) })
+	if err := errors.Join(err, unix.Close(fd)); err != nil {
+		return "", err
+	}
+	if n == len(p.buf) {
+		return "", nil
+	}
+	uid, _ := cgroup.PodUID(p.buf[:n])
+	return uid, nil
+}
+
+// skip counts a process that cannot be looked at. One that has ended meanwhile is none.
+func (p *processes) skip(err error) {
+	if errors.Is(err, unix.EACCES) || errors.Is(err, unix.EPERM) {
+		p.hidden++
+	}
+}
+
+func idOf(f *os.File) (nsID, error) {
+	var st unix.Stat_t
+	err := control(f, func(fd int) error { return unix.Fstat(fd, &st) })
+	return nsID{dev: st.Dev, ino: st.Ino}, err
+}

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package podnetns
+
+import (
+	"errors"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"ambientd/iptables/rawnetlink"
+	"ambientd/tools/netnstest"
+)
+
+func openPath(t *testing.T, path string) *os.File {
+	t.Helper()
+	f, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+func descriptorCount(t *testing.T) int {
+	t.Helper()
+	entries, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(entries)
+}
+
+// In one visit each file gets its own answer, whatever the others are.
+func TestSurveyOfMany(t *testing.T) {
+	netnstest.Require(t)
+	host, err := OpenHost()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer host.Close()
+	var files []*os.File
+	var want []Key
+	before := descriptorCount(t)
+	for range 3 {
+		n, err := host.Scratch()
+		if err != nil {
+			t.Fatal(err)
+		}
+		null, own := openPath(t, "/dev/null"), openPath(t, "/proc/self/ns/net")
+		files, want = append(files, null, n.File(), own), append(want, n.Key())
+	}
+	all := newSurveyor(host).survey(files...)
+	for i, v := range all {
+		switch i % 3 {
+		case 0:
+			if !errors.Is(v.err, ErrNotNetns) || v.netns != nil {
+				t.Errorf("file %d: %v, %v; want %v", i, v.netns, v.err, ErrNotNetns)
+			}
+		case 1:
+			// Its lo, which is all that a scratch netns has, is up.
+			if v.err != nil || v.netns.Key() != want[i/3] || !slices.Equal(v.held, []netip.Addr{netip.MustParseAddr("127.0.0.1"), netip.IPv6Loopback()}) {
+				t.Errorf("file %d: netns %v with %v, %v; want %v", i, v.netns, v.held, v.err, want[i/3])
+			}
+			if err := v.netns.Close(); err != nil {
+				t.Error(err)
+			}
+		case 2:
+			if !errors.Is(v.err, ErrHostNetns) || v.netns != nil {
+				t.Errorf("file %d: %v, %v; want %v", i, v.netns, v.err, ErrHostNetns)
+			}
+		}
+	}
+	if after := descriptorCount(t); after != before {
+		t.Errorf("%d descriptors before, %d after", before, after)
+	}
+	if none := newSurveyor(host).survey(); len(none) != 0 {
+		t.Errorf("of no file: %v", none)
+	}
+}
+
+// A thread that cannot return from a survey is given up, and so is what it was to tell.
+func TestSurveyThatCannotReturn(t *testing.T) {
+	host, pod, _ := strand(t)
+	file, err := duplicate(pod.File())
+	if err != nil {
+		t.Fatal(err)
+	}
+	before := descriptorCount(t)
+	lost := &Host{file: pod.home, key: host.key}
+	v := newSurveyor(lost).survey(file)[0]
+	if !errors.Is(v.err, unix.EINVAL) || !strings.Contains(v.err.Error(), "returning to the host's netns") || v.netns != nil {
+		t.Errorf("got %v, %v", v.netns, v.err)
+	}
+	if after := descriptorCount(t); after != before-1 {
+		t.Errorf("%d descriptors before, %d after, of which the file should be gone", before, after)
+	}
+}
+
+// A process that has moved between two looks is no candidate any more, and one that has
+// ended neither: the number of its netns may be another's by now.
+func TestCandidateThatMoved(t *testing.T) {
+	netnstest.Require(t)
+	before := descriptorCount(t)
+	for name, test := range map[string]struct {
+		prepare func(dir string) error
+		want    string
+	}{
+		"moved": {func(dir string) error { return os.Symlink("/proc/self/ns/net", filepath.Join(dir, "net")) }, "entered another netns"},
+		"ended": {func(string) error { return nil }, "no such file"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			ns := filepath.Join(dir, "ns")
+			if err := errors.Join(os.Mkdir(ns, 0o755), test.prepare(ns)); err != nil {
+				t.Fatal(err)
+			}
+			fd, err := openat(unix.AT_FDCWD, dir, unix.O_PATH|unix.O_DIRECTORY)
+			if err != nil {
+				t.Fatal(err)
+			}
+			c := candidate{pid: "17", dir: fd, group: &group{id: nsID{dev: 1, ino: 2}}}
+			if f, err := c.open(); err == nil || !strings.Contains(err.Error(), test.want) {
+				t.Errorf("got %v, %v; want an error with %q", f, err, test.want)
+			}
+		})
+	}
+	if after := descriptorCount(t); after != before {
+		t.Errorf("%d descriptors before, %d after", before, after)
+	}
+}
+
+func TestAddressOfMessage(t *testing.T) {
+	header := make([]byte, unix.SizeofIfAddrmsg)
+	attribute := func(kind uint16, data ...byte) rawnetlink.Attribute {
+		return rawnetlink.Attribute{Type: kind, Data: data}
+	}
+	for _, test := range []struct {
+		name       string
+		attributes []rawnetlink.Attribute
+		want       string // empty for an error
+	}{
+		{"IPv4", []rawnetlink.Attribute{attribute(unix.IFA_ADDRESS, 10, 0, 0, 1)}, "10.0.0.1"},
+		{"peer first", []rawnetlink.Attribute{attribute(unix.IFA_ADDRESS, 10, 0, 0, 2), attribute(unix.IFA_LOCAL, 10, 0, 0, 1)}, "10.0.0.1"},
+		{"peer last", []rawnetlink.Attribute{attribute(unix.IFA_LOCAL, 10, 0, 0, 1), attribute(unix.IFA_ADDRESS, 10, 0, 0, 2)}, "10.0.0.1"},
+		{"others", []rawnetlink.Attribute{attribute(unix.IFA_LABEL, 'e', 'n', 's', '5'), attribute(unix.IFA_LOCAL, 10, 0, 0, 1), attribute(unix.IFA_BROADCAST, 10, 0, 0, 255)}, "10.0.0.1"},
+		{"IPv6", []rawnetlink.Attribute{attribute(unix.IFA_ADDRESS, netip.MustParseAddr("fd00::1").AsSlice()...)}, "fd00::1"},
+		{"no address", nil, netip.Addr{}.String()},
+		{"short address", []rawnetlink.Attribute{attribute(unix.IFA_ADDRESS, 10, 0)}, ""},
+	} {
+		payload := slices.Clone(header)
+		for _, a := range test.attributes {
+			payload = rawnetlink.AppendAttribute(payload, a)
+		}
+		if got, err := address(payload); (err != nil) != (test.want == "") || err == nil && got.String() != test.want {
+			t.Errorf("%s: got %v, %v; want %q", test.name, got, err, test.want)
+		}
+	}
+	for name, payload := range map[string][]byte{"too short": {1, 2}, "cut off": append(slices.Clone(header), 20, 0, unix.IFA_ADDRESS, 0, 10)} {
+		if got, err := address(payload); err == nil && got.IsValid() {
+			t.Errorf("%s: got %v", name, got)
+		}
+	}
+}
+
+// A pod's error stays readable, whatever number of netns was not its own.
+func TestReasonsAreBounded(t *testing.T) {
+	p := &pursuit{}
+	for range 100 {
+		p.note("process 17", errors.New("it is another's"))
+	}
+	text := p.notFound("nothing leads to it").Error()
+	if strings.Count(text, "process 17") != maxReasons || !strings.HasSuffix(text, "and 96 more reasons") {
+		t.Error(text)
+	}
+}
