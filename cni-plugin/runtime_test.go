@@ -165,6 +165,16 @@ func TestRuntimeSeesCodes(t *testing.T) {
 	}
 }
 
+// environment is the last value of a variable of cmd's.
+func environment(cmd *exec.Cmd, name string) (value string) {
+	for _, v := range cmd.Env {
+		if after, ok := strings.CutPrefix(v, name+"="); ok {
+			value = after
+		}
+	}
+	return value
+}
+
 // TestSamples sends what containerd was seen to send, as it came but for the socket.
 func TestSamples(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "cni.sock")
@@ -191,6 +201,7 @@ func TestSamples(t *testing.T) {
 				want.ContainerID, want.IfName, want.Pod = "c1", "eth0", pod
 			}
 			if verb == podevent.CommandAdd {
+				want.NetnsPath = environment(cmd, "CNI_NETNS")
 				var conf struct{ PrevResult json.RawMessage }
 				if err := json.Unmarshal(stdin, &conf); err != nil {
 					t.Fatal(err)

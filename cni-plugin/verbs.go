@@ -45,7 +45,7 @@ func add(args *skel.CmdArgs) error {
 	}
 	req := podevent.Request{
 		Command: podevent.CommandAdd, Network: conf.name,
-		ContainerID: args.ContainerID, IfName: args.IfName, Pod: pod, IPs: ips,
+		ContainerID: args.ContainerID, IfName: args.IfName, NetnsPath: args.Netns, Pod: pod, IPs: ips,
 	}
 	if err := askAboutPod(conf, req, args.Netns, func(error) bool { return true }); err != nil {
 		return err

@@ -92,6 +92,9 @@ type Request struct {
 	ContainerID string `json:"containerID,omitempty"`
 	// IfName is CNI_IFNAME; empty for GC and STATUS.
 	IfName string `json:"ifName,omitempty"`
+	// NetnsPath is CNI_NETNS, as a note for later: during the event the descriptor counts, and the agent
+	// opens no path.
+	NetnsPath string `json:"netnsPath,omitempty"`
 	// Pod is what CNI_ARGS says of the pod. Only ADD is sure to have namespace and name.
 	Pod Pod `json:"pod,omitzero"`
 	// IPs are the addresses that prevResult gives to the pod, in its order; ADD only.
@@ -131,6 +134,9 @@ func (r Request) Attachment() Attachment {
 // (253, a DNS subdomain); container IDs have no limit of their own in the CNI specification.
 const maxNameLen = 512
 
+// maxPathLen is PATH_MAX (limits.h): no longer path could have been opened.
+const maxPathLen = 4096
+
 // Validate reports what is missing or too much for the request's command, or nil.
 func (r Request) Validate() error {
 	for _, field := range []struct{ name, value string }{
@@ -144,6 +150,9 @@ func (r Request) Validate() error {
 		if len(field.value) > maxNameLen {
 			return fmt.Errorf("%s is %d bytes long, at most %d are allowed", field.name, len(field.value), maxNameLen)
 		}
+	}
+	if len(r.NetnsPath) > maxPathLen {
+		return fmt.Errorf("netnsPath is %d bytes long, at most %d are allowed", len(r.NetnsPath), maxPathLen)
 	}
 	if r.Network == "" {
 		return errors.New("network is empty")

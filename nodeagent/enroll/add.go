@@ -5,12 +5,14 @@ package enroll
 import (
 	"context"
 	"errors"
+	"net/netip"
 	"os"
 	"slices"
 	"time"
 
 	"ambientd/certfetch/spiffeid"
 	"ambientd/cni-plugin/podevent"
+	"ambientd/iptables/redirection"
 	"ambientd/nodeagent/podnetns"
 	"ambientd/nodeagent/workload"
 )
@@ -32,7 +34,7 @@ func (e *Enroller) add(ctx context.Context, req podevent.Request, netns *os.File
 	defer release()
 
 	if decision := e.cfg.Policy.Decide(pod); !decision.InMesh {
-		e.recordSkipped(req, pod, decision.Reason)
+		e.skip(req, pod, decision.Reason, netns)
 		return podevent.Reply{Result: podevent.ResultSkipped, Reason: decision.Reason}, nil
 	}
 	started := time.Now()
@@ -57,20 +59,24 @@ func (e *Enroller) enrol(ctx context.Context, req podevent.Request, pod workload
 	if err != nil {
 		return nil, &StepError{Step: stepNetns, Err: err}
 	}
+	w := way{redirect: e.redirect, announce: e.announce, certify: e.awaitCertificate}
 	p, enrolled := e.enrolment(pod.UID)
 	if enrolled && p.netns == ns.Key() {
-		return p, runOn(ctx, e.steps(p, ns, func() { e.commit(req, p) }))
+		e.addAddresses(p, req.IPs)
+		w.commit = func() { e.commitAttachment(req, p) }
+		return p, runOn(ctx, e.steps(p, ns, w))
 	}
 	if enrolled {
 		if err := e.leaveSandbox(ctx, p); err != nil {
 			return nil, errors.Join(&StepError{Step: stepNetns, Err: err}, ns.Close())
 		}
 	}
-	p, err = e.prepare(req, pod, ns.Key())
+	p, err = e.prepare(pod, place{namespace: pod.Namespace, name: pod.Name, path: req.NetnsPath, key: ns.Key(), ips: req.IPs})
 	if err != nil {
 		return nil, errors.Join(&StepError{Step: stepIdentity, Err: err}, ns.Close())
 	}
-	if err := runWhole(ctx, e.steps(p, ns, func() { e.commit(req, p) })); err != nil {
+	w.commit = func() { e.commitAttachment(req, p) }
+	if err := runWhole(ctx, e.steps(p, ns, w)); err != nil {
 		e.forgetEnrolment(p)
 		return nil, err
 	}
@@ -78,43 +84,86 @@ func (e *Enroller) enrol(ctx context.Context, req podevent.Request, pod workload
 }
 
 // prepare notes a pod that is about to be enrolled, so that status shows it.
-func (e *Enroller) prepare(req podevent.Request, pod workload.Pod, key podnetns.Key) (*enrolment, error) {
+func (e *Enroller) prepare(pod workload.Pod, where place) (*enrolment, error) {
 	identity, err := spiffeid.New(e.cfg.TrustDomain, pod.Namespace, pod.ServiceAccount)
 	if err != nil {
 		return nil, err
 	}
-	options, malformed := workload.Options(pod, e.cfg.Defaults)
-	for _, m := range malformed {
-		e.cfg.Logger.Warn("pod option is malformed and counts as absent", "pod", pod.String(), "uid", pod.UID, "option", m.String())
-	}
-	p := &enrolment{pod: pod, identity: identity, options: options, netns: key, ips: req.IPs}
+	p := &enrolment{pod: pod, identity: identity, netns: where.key, ips: where.ips, place: where}
+	p.options, p.malformed = e.options(pod, where)
+	e.reportMalformed(p)
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.pods[pod.UID] = p
 	return p, nil
 }
 
-// commit makes the pod enrolled and records the attachment that did it.
-func (e *Enroller) commit(req podevent.Request, p *enrolment) {
+// options are the pod's, with what its place adds to them.
+func (e *Enroller) options(pod workload.Pod, where place) (redirection.Options, []workload.Malformed) {
+	options, malformed := workload.Options(pod, e.cfg.Defaults)
+	options.KeepEstablished = where.kept
+	return options, malformed
+}
+
+func (e *Enroller) reportMalformed(p *enrolment) {
+	for _, m := range p.malformed {
+		e.cfg.Logger.Warn("pod option is malformed and counts as absent", "pod", p.pod.String(), "uid", p.pod.UID, "option", m.String())
+	}
+}
+
+// commitAttachment makes the pod enrolled through the attachment of an ADD.
+func (e *Enroller) commitAttachment(req podevent.Request, p *enrolment) {
+	e.commit(p)
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	p.done = true
-	for _, ip := range req.IPs {
-		if !slices.Contains(p.ips, ip) {
-			p.ips = append(slices.Clip(p.ips), ip)
-		}
-	}
 	e.attachments.record(req.Attachment(), attachment{
 		network: req.Network, uid: p.pod.UID, namespace: p.pod.Namespace, name: p.pod.Name, netns: p.netns,
 	})
 }
 
-func (e *Enroller) recordSkipped(req podevent.Request, pod workload.Pod, reason string) {
+// commit makes the pod enrolled in its place. Attachments that it has there are
+// those of a pod in the mesh from now on.
+func (e *Enroller) commit(p *enrolment) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	p.done = true
+	p.place.ips = p.ips
+	e.places[p.pod.UID] = p.place
+	e.attachments.setSkipped(p.pod.UID, p.netns, "")
+}
+
+func (e *Enroller) addAddresses(p *enrolment, ips []netip.Addr) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, ip := range ips {
+		if !slices.Contains(p.ips, ip) {
+			p.ips = append(slices.Clip(p.ips), ip)
+		}
+	}
+}
+
+// skip records the attachment of a pod outside the mesh. Its netns is noted too, in
+// case the pod is to be in the mesh later; one that cannot be used is no error here.
+func (e *Enroller) skip(req podevent.Request, pod workload.Pod, reason string, netns *os.File) {
+	var key podnetns.Key
+	if ns, err := e.cfg.Host.Adopt(netns); err == nil {
+		key = ns.Key()
+		err = ns.Close()
+		if err != nil {
+			e.cfg.Logger.Debug("closing the netns of a skipped pod", "pod", pod.String(), "uid", pod.UID, "err", err)
+		}
+	} else {
+		e.cfg.Logger.Debug("the netns of a skipped pod cannot be used", "pod", pod.String(), "uid", pod.UID, "err", err)
+	}
+	e.mu.Lock()
+	if key != (podnetns.Key{}) {
+		e.places[pod.UID] = place{namespace: pod.Namespace, name: pod.Name, path: req.NetnsPath, key: key, ips: req.IPs}
+	}
 	e.attachments.record(req.Attachment(), attachment{
-		network: req.Network, uid: pod.UID, namespace: pod.Namespace, name: pod.Name, skipped: reason,
+		network: req.Network, uid: pod.UID, namespace: pod.Namespace, name: pod.Name, netns: key, skipped: reason,
 	})
+	e.mu.Unlock()
+	e.remember(pod.UID)
 }
 
 // enrolment returns the pod's enrolment; the caller holds the pod's turn, so

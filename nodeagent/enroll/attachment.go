@@ -14,7 +14,7 @@ type attachment struct {
 	uid       string       // of the pod
 	namespace string       // of the pod
 	name      string       // of the pod
-	netns     podnetns.Key // zero when the pod was skipped
+	netns     podnetns.Key // zero for a skipped pod whose netns could not be used
 	skipped   string       // why the pod is not in the mesh; empty when it is
 }
 
@@ -54,6 +54,17 @@ func (as attachments) forgetPod(uid string) {
 		delete(as.records, of)
 	}
 	delete(as.ofPod, uid)
+}
+
+// setSkipped notes for the pod's attachments in the netns why the pod is outside
+// the mesh, or with an empty reason that it is in there.
+func (as attachments) setSkipped(uid string, netns podnetns.Key, reason string) {
+	for of := range as.ofPod[uid] {
+		if a := as.records[of]; a.netns == netns {
+			a.skipped = reason
+			as.records[of] = a
+		}
+	}
 }
 
 // holds tells whether the pod still has an attachment in the netns: a pod with

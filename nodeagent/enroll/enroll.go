@@ -17,6 +17,7 @@ package enroll
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net/netip"
 	"os"
@@ -27,6 +28,7 @@ import (
 	"ambientd/certfetch/spiffeid"
 	"ambientd/iptables/redirection"
 	"ambientd/nodeagent/podnetns"
+	"ambientd/nodeagent/records"
 	"ambientd/nodeagent/workload"
 	"ambientd/nodeagent/zds"
 )
@@ -55,26 +57,71 @@ type Identities interface {
 	Wait(ctx context.Context, id spiffeid.ID) error
 }
 
+// Predecessors removes what other ambient agents, and our other backends, have set
+// up in a netns, and says whether there was anything.
+type Predecessors interface {
+	RemovePredecessors(ctx context.Context, run redirection.Runner) (bool, error)
+}
+
 // NodeProxy hands a pod's netns to the node proxy. Add returns once the proxy
-// has acked, Del may return earlier than the ack when ctx ends.
+// has acked, Put does not wait, Del may return earlier than the ack when ctx ends.
 type NodeProxy interface {
 	Add(ctx context.Context, w zds.Workload, netns *os.File) error
+	Put(w zds.Workload, netns *os.File) error
 	Del(ctx context.Context, uid string) error
-	Acked(uid string) bool
 }
+
+// ProxySet tells of the pods that node proxies are meant to have.
+type ProxySet interface {
+	Holds(uid string) bool // the pod is in the set
+	Acked(uid string) bool // and the newest proxy has accepted it
+}
+
+// Probes lets the host's probes of a pod bypass the proxy.
+type Probes interface {
+	Add(ctx context.Context, uid string, addrs []netip.Addr, ports []uint16) error
+	Remove(ctx context.Context, uid string) error
+}
+
+// Records keeps a note of each pod on disk, for the agent's next start.
+type Records interface {
+	Put(r records.Record) error
+	Delete(uid string) error
+	All() ([]records.Record, []*records.FileError, error)
+}
+
+// ExistingConnections says what becomes of the TCP connections that a pod has when
+// it is enrolled while it runs.
+type ExistingConnections string
+
+// What may become of them.
+const (
+	KeepConnections  ExistingConnections = "keep"  // they go on, uncaptured, until they end
+	ResetConnections ExistingConnections = "reset" // their next packet is redirected, which ends them
+)
 
 // Config is what an Enroller works with; every field is required.
 type Config struct {
-	Host        *podnetns.Host                    // the netns that is never touched, and the verifier of all others
-	Pods        Pods                              // where pods are looked up
-	Policy      workload.Policy                   // who belongs in the mesh
-	Defaults    workload.Defaults                 // options of a pod that says nothing itself
-	TrustDomain spiffeid.TrustDomain              // of every identity on this node
-	Redirection Redirection                       // the backend chosen at start
-	BackendName string                            // its name, for status
-	Identities  Identities                        // the certificate fetcher's registry
-	Fetched     func() []certfetch.IdentityStatus // certificate states, for status
-	NodeProxy   NodeProxy                         // the ZDS server
+	Host         *podnetns.Host                    // the netns that is never touched, and the verifier of all others
+	Pins         *podnetns.Pins                    // the netns of enrolled pods, which the Finder must know too
+	Pods         Pods                              // where pods are looked up
+	Inventory    Inventory                         // all pods of this node
+	Finder       Finder                            // finds the netns of running pods
+	Records      Records                           // what the agent remembers over a restart
+	Policy       workload.Policy                   // who belongs in the mesh
+	Defaults     workload.Defaults                 // options of a pod that says nothing itself
+	TrustDomain  spiffeid.TrustDomain              // of every identity on this node
+	Redirection  Redirection                       // the backend chosen at start
+	BackendName  string                            // its name, for status
+	Predecessors Predecessors                      // what may be in a running pod's netns already
+	Probes       Probes                            // the host's set of probed addresses
+	Identities   Identities                        // the certificate fetcher's registry
+	Fetched      func() []certfetch.IdentityStatus // certificate states, for status
+	NodeProxy    NodeProxy                         // the ZDS server
+	ProxySet     ProxySet                          // what the proxies have
+	Registered   func(spiffeid.ID) bool            // whether the registry has an identity
+
+	ExistingConnections ExistingConnections
 
 	ProxyTimeout time.Duration // waiting for a proxy and its ack during ADD
 	CertWait     time.Duration // waiting for the certificate during ADD; past it the pod is enrolled without
@@ -84,10 +131,16 @@ type Config struct {
 }
 
 func (c Config) validate() error {
-	switch {
-	case c.Host == nil, c.Pods == nil, c.Redirection == nil, c.Identities == nil, c.Fetched == nil, c.NodeProxy == nil, c.Logger == nil:
-		return errors.New("enroll: a part is missing in the configuration")
-	case c.ProxyTimeout <= 0 || c.CertWait < 0 || c.DelProxyWait <= 0:
+	for name, missing := range map[string]bool{
+		"Host": c.Host == nil, "Pins": c.Pins == nil, "Pods": c.Pods == nil, "Inventory": c.Inventory == nil, "Finder": c.Finder == nil,
+		"Records": c.Records == nil, "Redirection": c.Redirection == nil, "Predecessors": c.Predecessors == nil, "Probes": c.Probes == nil,
+		"Identities": c.Identities == nil, "Fetched": c.Fetched == nil, "NodeProxy": c.NodeProxy == nil, "ProxySet": c.ProxySet == nil, "Registered": c.Registered == nil, "Logger": c.Logger == nil,
+	} {
+		if missing {
+			return fmt.Errorf("enroll: no %s given", name)
+		}
+	}
+	if c.ProxyTimeout <= 0 || c.CertWait < 0 || c.DelProxyWait <= 0 {
 		return errors.New("enroll: ProxyTimeout and DelProxyWait must be positive, CertWait not negative")
 	}
 	return nil
@@ -100,9 +153,12 @@ type Enroller struct {
 	pins    *podnetns.Pins
 	turns   turns
 	flights flights
+	wake    chan struct{} // holds a token when Run is to look again
 
 	mu          sync.Mutex
 	pods        map[string]*enrolment // by pod UID
+	places      map[string]place      // by pod UID, also of pods outside the mesh
+	withheld    map[string]bool       // by pod UID: withdrawn by an operator, to stay out
 	attachments attachments
 }
 
@@ -115,7 +171,11 @@ type enrolment struct {
 	families redirection.Families
 	netns    podnetns.Key
 	ips      []netip.Addr
-	done     bool // all parts are in place; false while the first ADD is still at work
+	place    place
+	// malformed are the pod's options that count as absent.
+	malformed []workload.Malformed
+	// done is false while the parts are being put in place for the first time.
+	done bool
 }
 
 // New returns an Enroller with no pod enrolled.
@@ -125,8 +185,11 @@ func New(cfg Config) (*Enroller, error) {
 	}
 	return &Enroller{
 		cfg:         cfg,
-		pins:        podnetns.NewPins(),
+		pins:        cfg.Pins,
+		wake:        make(chan struct{}, 1),
 		pods:        map[string]*enrolment{},
+		places:      map[string]place{},
+		withheld:    map[string]bool{},
 		attachments: newAttachments(),
 	}, nil
 }

@@ -53,7 +53,7 @@ func (e *Enroller) check(ctx context.Context, req podevent.Request, netns *os.Fi
 	if err := e.verifyNetns(ctx, p, netns); err != nil {
 		return podevent.Reply{}, err
 	}
-	if !e.cfg.NodeProxy.Acked(a.uid) {
+	if !e.cfg.ProxySet.Acked(a.uid) {
 		return podevent.Reply{}, &StepError{Step: stepProxy, Err: errNotAcked}
 	}
 	if err := e.awaitCertificate(ctx, p); err != nil {

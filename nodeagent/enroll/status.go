@@ -21,7 +21,7 @@ func (e *Enroller) Pods() []admin.PodStatus {
 	defer e.mu.Unlock()
 	pods := make([]admin.PodStatus, 0, len(e.pods))
 	for uid, p := range e.pods {
-		pods = append(pods, p.status(e.cfg.BackendName, e.cfg.NodeProxy.Acked(uid), certificates[p.identity]))
+		pods = append(pods, p.status(e.cfg.BackendName, e.cfg.ProxySet.Acked(uid), certificates[p.identity]))
 	}
 	slices.SortFunc(pods, func(a, b admin.PodStatus) int {
 		return strings.Compare(a.Namespace+"/"+a.Name+"/"+a.UID, b.Namespace+"/"+b.Name+"/"+b.UID)

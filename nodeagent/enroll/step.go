@@ -7,7 +7,9 @@ import (
 	"errors"
 	"fmt"
 
+	"ambientd/iptables/redirection"
 	"ambientd/nodeagent/podnetns"
+	"ambientd/nodeagent/workload"
 	"ambientd/nodeagent/zds"
 )
 
@@ -19,6 +21,7 @@ const (
 	stepIdentity    = "identity"
 	stepRedirection = "redirection"
 	stepProxy       = "node proxy"
+	stepProbes      = "host probes"
 	stepCertificate = "certificate"
 	stepRecord      = "record"
 )
@@ -46,10 +49,19 @@ type step struct {
 	undo func(context.Context) error
 }
 
+// way is what differs between the ways into the mesh: through an ADD, while the
+// pod runs already, or again when the agent starts.
+type way struct {
+	redirect func(context.Context, *enrolment, *podnetns.Netns) error
+	announce func(context.Context, *enrolment, *podnetns.Netns) error
+	certify  func(context.Context, *enrolment) error
+	commit   func()
+}
+
 // steps lists the parts in the order in which they are put in place. The
 // identity comes before the rules so that the certificate is fetched while they
 // are written; the proxy comes after them because its ack is the longest wait.
-func (e *Enroller) steps(p *enrolment, ns *podnetns.Netns, commit func()) []step {
+func (e *Enroller) steps(p *enrolment, ns *podnetns.Netns, w way) []step {
 	uid := p.pod.UID
 	return []step{
 		{
@@ -62,15 +74,19 @@ func (e *Enroller) steps(p *enrolment, ns *podnetns.Netns, commit func()) []step
 			undo: func(context.Context) error { e.cfg.Identities.Unregister(uid); return nil },
 		}, {
 			name: stepRedirection,
-			do:   func(ctx context.Context) error { return e.redirect(ctx, p, ns) },
+			do:   func(ctx context.Context) error { return w.redirect(ctx, p, ns) },
 			undo: func(ctx context.Context) error { return e.cfg.Redirection.Remove(ctx, ns.Do) },
 		}, {
 			name: stepProxy,
-			do:   func(ctx context.Context) error { return e.announce(ctx, p, ns) },
+			do:   func(ctx context.Context) error { return w.announce(ctx, p, ns) },
 			undo: func(ctx context.Context) error { return e.retract(ctx, uid) },
 		}, {
+			name: stepProbes,
+			do:   func(ctx context.Context) error { return e.cfg.Probes.Add(ctx, uid, p.ips, p.pod.Probes) },
+			undo: func(ctx context.Context) error { return e.cfg.Probes.Remove(ctx, uid) },
+		}, {
 			name: stepCertificate,
-			do:   func(ctx context.Context) error { return e.awaitCertificate(ctx, p) },
+			do:   func(ctx context.Context) error { return w.certify(ctx, p) },
 			undo: func(context.Context) error { return nil },
 		}, {
 			name: stepRecord,
@@ -78,7 +94,8 @@ func (e *Enroller) steps(p *enrolment, ns *podnetns.Netns, commit func()) []step
 				if ctx.Err() != nil {
 					return context.Cause(ctx)
 				}
-				commit()
+				w.commit()
+				e.remember(uid)
 				return nil
 			},
 			undo: func(context.Context) error { return nil },
@@ -153,21 +170,53 @@ func (e *Enroller) redirect(ctx context.Context, p *enrolment, ns *podnetns.Netn
 	if err != nil {
 		return err
 	}
-	e.mu.Lock()
-	p.families = families
-	e.mu.Unlock()
+	e.setFamilies(p, families)
 	return nil
+}
+
+// settle is redirect for a netns that may have rules already: ours, as they should
+// be, which stay untouched; or those of another agent or of our other backend,
+// which go once ours are in. So every new connection is redirected once, and none
+// is uncaptured.
+func (e *Enroller) settle(ctx context.Context, p *enrolment, ns *podnetns.Netns) error {
+	families, differences, err := e.cfg.Redirection.Verify(ctx, ns.Do, p.options)
+	if err != nil || len(differences) > 0 {
+		families, err = e.cfg.Redirection.Apply(ctx, ns.Do, p.options)
+	}
+	if err != nil {
+		return err
+	}
+	e.setFamilies(p, families)
+	replaced, err := e.cfg.Predecessors.RemovePredecessors(ctx, ns.Do)
+	if err != nil {
+		return fmt.Errorf("removing what another agent or backend has set up: %w", err)
+	}
+	if replaced {
+		e.cfg.Logger.Info("pod taken over from another agent or backend", "pod", p.pod.String(), "uid", p.pod.UID, "netns", p.netns.String())
+	}
+	return nil
+}
+
+func (e *Enroller) setFamilies(p *enrolment, families redirection.Families) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	p.families = families
 }
 
 func (e *Enroller) announce(ctx context.Context, p *enrolment, ns *podnetns.Netns) error {
 	ctx, cancel := context.WithTimeout(ctx, e.cfg.ProxyTimeout)
 	defer cancel()
-	return e.cfg.NodeProxy.Add(ctx, zds.Workload{
-		UID:            p.pod.UID,
-		Name:           p.pod.Name,
-		Namespace:      p.pod.Namespace,
-		ServiceAccount: p.pod.ServiceAccount,
-	}, ns.File())
+	return e.cfg.NodeProxy.Add(ctx, proxyWorkload(p.pod), ns.File())
+}
+
+// present is announce at the start of the agent: nobody waits for an ack, and the
+// proxy gets the pod with its snapshot.
+func (e *Enroller) present(_ context.Context, p *enrolment, ns *podnetns.Netns) error {
+	return e.cfg.NodeProxy.Put(proxyWorkload(p.pod), ns.File())
+}
+
+func proxyWorkload(pod workload.Pod) zds.Workload {
+	return zds.Workload{UID: pod.UID, Name: pod.Name, Namespace: pod.Namespace, ServiceAccount: pod.ServiceAccount}
 }
 
 // retract tells the proxy to let the pod go. The proxy's set no longer has the

@@ -44,6 +44,7 @@ func (e *Enroller) detach(ctx context.Context, of podevent.Attachment, a attachm
 
 	switch {
 	case a.skipped != "":
+		e.forgetUnattached(a)
 		return podevent.Reply{Result: podevent.ResultWithdrawn, Reason: "the pod was not in the mesh: " + a.skipped}, nil
 	case last:
 		return podevent.Reply{Result: podevent.ResultWithdrawn}, e.withdraw(ctx, p)
@@ -91,32 +92,36 @@ func (e *Enroller) delUnrecorded(ctx context.Context, netns *os.File) (podevent.
 	return podevent.Reply{Result: podevent.ResultWithdrawn}, e.withdraw(ctx, p)
 }
 
-// withdraw takes the pod out of the mesh, all parts. The caller holds the pod's
-// turn. Identity, rules and pin are gone when it returns; the proxy has been told
-// and has usually acked. The caller's deadline does not stop it half way.
+// withdraw takes the pod out of the mesh, all parts, and forgets it: it is gone. The
+// caller holds the pod's turn. Identity, rules and pin are gone when it returns; the
+// proxy has been told and has usually acked. The caller's deadline does not stop it
+// half way.
 func (e *Enroller) withdraw(ctx context.Context, p *enrolment) error {
+	err := e.takeOut(ctx, p)
+	e.forgetPlace(p.pod.UID)
+	e.cfg.Logger.Info("pod withdrawn", "pod", p.pod.String(), "uid", p.pod.UID, "netns", p.netns.String(), "identity", p.identity.String())
+	return err
+}
+
+// takeOut takes all parts of the pod back.
+func (e *Enroller) takeOut(ctx context.Context, p *enrolment) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
 	defer cancel()
 	uid := p.pod.UID
-	e.mu.Lock()
-	delete(e.pods, uid)
-	e.attachments.forgetPod(uid)
-	e.mu.Unlock()
-
+	e.forgetEnrolment(p)
 	e.cfg.Identities.Unregister(uid)
 	var errs []error
-	if ns, ok := e.pins.Get(uid); ok {
-		if err := e.cfg.Redirection.Remove(ctx, ns.Do); err != nil {
-			errs = append(errs, &StepError{Step: stepRedirection, Err: err})
+	keep := func(step string, err error) {
+		if err != nil {
+			errs = append(errs, &StepError{Step: step, Err: err})
 		}
 	}
-	if err := e.pins.Unpin(uid); err != nil {
-		errs = append(errs, &StepError{Step: stepNetns, Err: err})
+	keep(stepProbes, e.cfg.Probes.Remove(ctx, uid))
+	if ns, ok := e.pins.Get(uid); ok {
+		keep(stepRedirection, e.cfg.Redirection.Remove(ctx, ns.Do))
 	}
-	if err := e.retract(ctx, uid); err != nil {
-		errs = append(errs, &StepError{Step: stepProxy, Err: err})
-	}
-	e.cfg.Logger.Info("pod withdrawn", "pod", p.pod.String(), "uid", uid, "netns", p.netns.String(), "identity", p.identity.String())
+	keep(stepNetns, e.pins.Unpin(uid))
+	keep(stepProxy, e.retract(ctx, uid))
 	return errors.Join(errs...)
 }
 
@@ -126,10 +131,20 @@ func (e *Enroller) leaveSandbox(ctx context.Context, p *enrolment) error {
 	uid := p.pod.UID
 	e.forgetEnrolment(p)
 	e.cfg.Identities.Unregister(uid)
-	if err := errors.Join(e.pins.Unpin(uid), e.retract(ctx, uid)); err != nil {
+	if err := errors.Join(e.cfg.Probes.Remove(ctx, uid), e.pins.Unpin(uid), e.retract(ctx, uid)); err != nil {
 		return fmt.Errorf("leaving the pod's old sandbox: %w", err)
 	}
 	return nil
+}
+
+// forgetUnattached forgets a pod outside the mesh whose last attachment has ended.
+func (e *Enroller) forgetUnattached(a attachment) {
+	e.mu.Lock()
+	gone := e.places[a.uid].key == a.netns && !e.attachments.holds(a.uid, a.netns)
+	e.mu.Unlock()
+	if gone {
+		e.forgetPlace(a.uid)
+	}
 }
 
 // clearSandbox removes our rules from the netns of an attachment that the pod

@@ -39,6 +39,10 @@ type Record struct {
 	Families string `json:"families,omitempty"`
 	Backend  string `json:"backend,omitempty"`
 
+	// KeepEstablished says that the pod was enrolled while it ran, and that its rules
+	// leave the connections alone that it had then.
+	KeepEstablished bool `json:"keepEstablished,omitempty"`
+
 	// Attachments are the CNI ADDs of the pod that no DEL has ended; none for a pod
 	// that was enrolled while it ran.
 	Attachments []Attachment `json:"attachments,omitempty"`

@@ -57,24 +57,13 @@ func (o *outcome) settle(err error) {
 // pod is out of the set, and proxies that may have heard of it are sent a del,
 // which Add does not wait for.
 func (s *Server) Add(ctx context.Context, w Workload, netns *os.File) error {
-	if w.UID == "" || w.Name == "" || w.Namespace == "" || w.ServiceAccount == "" {
-		return fmt.Errorf("adding pod %+v to the node proxy: a field is empty", w)
-	}
-	if netns == nil {
-		return fmt.Errorf("adding pod %s to the node proxy: no netns given", w.UID)
-	}
-	add, err := encodeAdd(w)
-	if err != nil {
-		return fmt.Errorf("adding pod %s to the node proxy: %w", w.UID, err)
-	}
 	if err := ctx.Err(); err != nil {
 		return fmt.Errorf("adding pod %s to the node proxy: %w", w.UID, err)
 	}
-	own, err := duplicate(netns)
+	p, err := newPod(w, netns)
 	if err != nil {
-		return fmt.Errorf("adding pod %s to the node proxy: duplicating its netns: %w", w.UID, err)
+		return err
 	}
-	p := &pod{Workload: w, add: add, netns: own, outcome: newOutcome()}
 	s.insert(p)
 
 	select {
@@ -83,6 +72,20 @@ func (s *Server) Add(ctx context.Context, w Workload, netns *os.File) error {
 		s.giveUp(p, ctx.Err())
 	}
 	return p.outcome.err // its text names proxy and cause
+}
+
+// Put puts a pod into the set and does not wait: for pods that an agent finds
+// enrolled when it starts, before any proxy is connected. The proxies get it with
+// their snapshot, or with an add. What they say to it shows in Acked; one that
+// refuses it takes it out of the set as in Add.
+func (s *Server) Put(w Workload, netns *os.File) error {
+	p, err := newPod(w, netns)
+	if err != nil {
+		return err
+	}
+	p.outcome.settle(nil)
+	s.insert(p)
+	return nil
 }
 
 // Del takes a pod out of the set at once, ends an Add of it that waits, and
@@ -111,6 +114,33 @@ func (s *Server) Acked(uid string) bool {
 	defer s.mu.Unlock()
 	newest := s.newest()
 	return newest != nil && s.pods[uid] != nil && newest.acked[uid] == s.pods[uid]
+}
+
+// Holds says whether the pod is in the set: meant to be with every proxy, whatever
+// they have said to it so far.
+func (s *Server) Holds(uid string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.pods[uid] != nil
+}
+
+// newPod makes a member of the set, with a descriptor of its own.
+func newPod(w Workload, netns *os.File) (*pod, error) {
+	if w.UID == "" || w.Name == "" || w.Namespace == "" || w.ServiceAccount == "" {
+		return nil, fmt.Errorf("adding pod %+v to the node proxy: a field is empty", w)
+	}
+	if netns == nil {
+		return nil, fmt.Errorf("adding pod %s to the node proxy: no netns given", w.UID)
+	}
+	add, err := encodeAdd(w)
+	if err != nil {
+		return nil, fmt.Errorf("adding pod %s to the node proxy: %w", w.UID, err)
+	}
+	own, err := duplicate(netns)
+	if err != nil {
+		return nil, fmt.Errorf("adding pod %s to the node proxy: duplicating its netns: %w", w.UID, err)
+	}
+	return &pod{Workload: w, add: add, netns: own, outcome: newOutcome()}, nil
 }
 
 func (s *Server) insert(p *pod) {

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package enroll
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"ambientd/nodeagent/podnetns"
+)
+
+// Finding is what an audit of one enrolled pod found.
+type Finding struct {
+	Pod         string // "namespace/name"
+	UID         string
+	Differences []string // from what was meant; none for a healthy pod
+	Err         error    // why the pod could not be looked at, or not be repaired; nil otherwise
+}
+
+// Enrolled returns the UIDs of all pods that are wholly enrolled, sorted.
+func (e *Enroller) Enrolled() []string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	var uids []string
+	for uid, p := range e.pods {
+		if p.done {
+			uids = append(uids, uid)
+		}
+	}
+	slices.Sort(uids)
+	return uids
+}
+
+// Audit compares an enrolled pod with the kernel, the registry and the proxy's set,
+// and puts right what differs. ok is false for a pod that is not enrolled, or that
+// something else is done to until ctx ends. A healthy pod costs no write.
+func (e *Enroller) Audit(ctx context.Context, uid string) (f Finding, ok bool) {
+	release, err := e.turns.take(ctx, uid)
+	if err != nil {
+		return Finding{}, false
+	}
+	defer release()
+	p, enrolled := e.enrolment(uid)
+	ns, pinned := e.pins.Get(uid)
+	if !enrolled || !p.done || !pinned {
+		return Finding{}, false
+	}
+	f = Finding{Pod: p.pod.String(), UID: uid}
+	if e.hasMoved(ctx, p, ns, &f) {
+		return f, true
+	}
+	f.Err = errors.Join(e.auditRules(ctx, p, ns, &f), e.auditIdentity(p, &f), e.auditProxy(p, ns, &f))
+	return f, true
+}
+
+func (e *Enroller) auditRules(ctx context.Context, p *enrolment, ns *podnetns.Netns, f *Finding) error {
+	_, differences, err := e.cfg.Redirection.Verify(ctx, ns.Do, p.options)
+	if err != nil || len(differences) == 0 {
+		return err
+	}
+	for _, d := range differences {
+		f.Differences = append(f.Differences, d.String())
+	}
+	return e.redirect(ctx, p, ns)
+}
+
+// auditIdentity registers the identity again if the registry has lost it.
+func (e *Enroller) auditIdentity(p *enrolment, f *Finding) error {
+	if e.cfg.Registered(p.identity) {
+		return nil
+	}
+	f.Differences = append(f.Differences, "identity: missing, want "+p.identity.String())
+	return e.cfg.Identities.Register(p.pod.UID, p.identity)
+}
+
+// auditProxy puts the pod into the proxy's set again if it has left it, as when a
+// proxy refused it in a snapshot. A proxy that is away is no difference of the pod's.
+func (e *Enroller) auditProxy(p *enrolment, ns *podnetns.Netns, f *Finding) error {
+	if e.cfg.ProxySet.Holds(p.pod.UID) {
+		return nil
+	}
+	f.Differences = append(f.Differences, "node proxy: pod missing in its set")
+	return e.cfg.NodeProxy.Put(proxyWorkload(p.pod), ns.File())
+}
+
+// hasMoved tells whether the pod runs in another netns now than it is enrolled in,
+// and enrols it there: the file at its path is another netns, and the finder, which
+// trusts no path, has found it in one that is not the pinned one.
+func (e *Enroller) hasMoved(ctx context.Context, p *enrolment, ns *podnetns.Netns, f *Finding) bool {
+	if p.place.path == "" {
+		return false
+	}
+	if there, err := ns.IsAt(p.place.path); err != nil || there {
+		return false // no file there means that the runtime takes the pod down
+	}
+	uid := p.pod.UID
+	found, _ := e.cfg.Finder.Find(ctx, []podnetns.Wanted{{UID: uid, IPs: p.ips}})
+	now, ok := found[uid]
+	if !ok {
+		return false
+	}
+	if now.Key() == p.netns {
+		f.Err = now.Close()
+		return false
+	}
+	f.Differences = append(f.Differences, fmt.Sprintf("netns: want %s, got %s", p.netns, now.Key()))
+	f.Err = e.follow(ctx, p, now)
+	return true
+}
+
+// follow enrols the pod in the netns that it has moved to. It owns to.
+func (e *Enroller) follow(ctx context.Context, p *enrolment, to *podnetns.Netns) error {
+	if err := e.leaveSandbox(ctx, p); err != nil {
+		return errors.Join(err, to.Close())
+	}
+	where := p.place
+	where.key = to.Key()
+	return e.enrolRunningIn(ctx, p.pod, where, to)
+}

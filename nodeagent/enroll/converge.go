@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package enroll
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"ambientd/nodeagent/podnetns"
+	"ambientd/nodeagent/workload"
+)
+
+// Inventory lists the pods of this node. A list that is not complete says nothing
+// about pods that are missing from it.
+type Inventory interface {
+	List() (pods []workload.Pod, complete bool)
+	Changed() <-chan struct{}
+}
+
+// Finder finds the netns of running pods, all in one pass. The caller closes what
+// is found; for each pod that is not there is an error.
+type Finder interface {
+	Find(ctx context.Context, wanted []podnetns.Wanted) (map[string]*podnetns.Netns, map[string]error)
+}
+
+// Run keeps what is enrolled in step with the inventory until ctx ends: pods that
+// began to belong in the mesh while they ran are enrolled, those that ceased to are
+// withdrawn, changed options are applied in place. What fails is tried again with a
+// growing pause, until it succeeds or the pod is gone.
+func (e *Enroller) Run(ctx context.Context) error {
+	again := retries{}
+	for {
+		e.converge(ctx, again)
+		timer := time.NewTimer(again.pause(time.Now()))
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return nil
+		case <-e.cfg.Inventory.Changed():
+		case <-e.wake:
+		case <-timer.C:
+		}
+		timer.Stop()
+	}
+}
+
+// plan is what separates the inventory from what is enrolled.
+type plan struct {
+	enrol    []workload.Pod
+	reapply  []workload.Pod    // enrolled, with options that have changed
+	withdraw map[string]string // UID to the reason
+}
+
+// plan compares the inventory with what is enrolled. A pod whose ADD is at work
+// is left to that.
+func (e *Enroller) plan(pods []workload.Pod, complete bool) plan {
+	p := plan{withdraw: map[string]string{}}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	listed := make(map[string]struct{}, len(pods))
+	for _, pod := range pods {
+		listed[pod.UID] = struct{}{}
+		current, known := e.pods[pod.UID]
+		decision := e.cfg.Policy.Decide(pod)
+		switch {
+		case known && !current.done:
+		case known && !decision.InMesh:
+			p.withdraw[pod.UID] = decision.Reason
+		case known && e.changedOptions(current, pod):
+			p.reapply = append(p.reapply, pod)
+		case !known && decision.InMesh && !e.withheld[pod.UID]:
+			p.enrol = append(p.enrol, pod)
+		}
+	}
+	if !complete {
+		return p
+	}
+	for uid, current := range e.pods {
+		if _, ok := listed[uid]; !ok && current.done {
+			p.withdraw[uid] = "its object is gone"
+		}
+	}
+	for uid := range e.withheld {
+		if _, ok := listed[uid]; !ok {
+			delete(e.withheld, uid)
+		}
+	}
+	return p
+}
+
+// converge carries out the plan once. Pods that could not be enrolled, or were not
+// found running, are noted in again.
+func (e *Enroller) converge(ctx context.Context, again retries) {
+	p := e.plan(e.cfg.Inventory.List())
+	again.keep(p.enrol)
+	work := newWork()
+	for uid, reason := range p.withdraw {
+		work.do(uid, func() error { return e.leave(ctx, uid, reason) })
+	}
+	for _, pod := range p.reapply {
+		work.do(pod.UID, func() error { return e.reapply(ctx, pod) })
+	}
+	e.enrolRunning(ctx, work, again.due(p.enrol, time.Now()))
+	for uid, err := range work.wait() {
+		if err == nil {
+			continue
+		}
+		again.note(uid, time.Now())
+		if !errors.Is(err, podnetns.ErrNotFound) {
+			e.cfg.Logger.Warn("pod does not follow its object yet, it is tried again", "uid", uid, "err", err)
+		}
+	}
+}
+
+// enrolRunning finds the netns of the pods in one pass and enrols those found. A
+// pod that is not found is not running here yet, as a rule: its ADD will come.
+func (e *Enroller) enrolRunning(ctx context.Context, work *work, pods []workload.Pod) {
+	if len(pods) == 0 {
+		return
+	}
+	wanted := make([]podnetns.Wanted, 0, len(pods))
+	for _, pod := range pods {
+		wanted = append(wanted, e.wanted(pod))
+	}
+	found, missing := e.cfg.Finder.Find(ctx, wanted)
+	for _, pod := range pods {
+		if ns, ok := found[pod.UID]; ok {
+			work.do(pod.UID, func() error { return e.enrolFound(ctx, pod, ns) })
+			continue
+		}
+		work.note(pod.UID, missing[pod.UID])
+	}
+}
+
+// wanted says what is known of where the pod runs.
+func (e *Enroller) wanted(pod workload.Pod) podnetns.Wanted {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	w := podnetns.Wanted{UID: pod.UID, IPs: pod.IPs}
+	if place, ok := e.places[pod.UID]; ok {
+		w.NetnsPath, w.Key = place.path, place.key
+		if len(w.IPs) == 0 {
+			w.IPs = place.ips
+		}
+	}
+	return w
+}
+
+// enrolFound enrols a running pod in the netns found, or not at all. It owns ns.
+func (e *Enroller) enrolFound(ctx context.Context, pod workload.Pod, ns *podnetns.Netns) error {
+	release, err := e.turns.take(ctx, pod.UID)
+	if err != nil {
+		return errors.Join(&StepError{Step: stepTurn, Err: err}, ns.Close())
+	}
+	defer release()
+	if _, meanwhile := e.enrolment(pod.UID); meanwhile || e.isWithheld(pod.UID) {
+		return ns.Close()
+	}
+	return e.enrolRunningIn(ctx, pod, e.placeOf(pod, ns.Key()), ns)
+}
+
+// enrolRunningIn enrols a running pod in its place, which ns is, or not at all. The
+// caller holds the pod's turn and hands ns over.
+func (e *Enroller) enrolRunningIn(ctx context.Context, pod workload.Pod, where place, ns *podnetns.Netns) error {
+	p, err := e.prepare(pod, where)
+	if err != nil {
+		return errors.Join(&StepError{Step: stepIdentity, Err: err}, ns.Close())
+	}
+	w := way{redirect: e.settle, announce: e.announce, certify: e.awaitCertificate, commit: func() { e.commit(p) }}
+	if err := runWhole(ctx, e.steps(p, ns, w)); err != nil {
+		e.forgetEnrolment(p)
+		return fmt.Errorf("enrolling running pod %s: %w", pod, err)
+	}
+	e.cfg.Logger.Info("running pod enrolled", "pod", pod.String(), "uid", pod.UID, "netns", p.netns.String(),
+		"identity", p.identity.String(), "families", p.families.String())
+	return nil
+}
+
+// placeOf is where a running pod was found. What was recorded of that netns counts.
+func (e *Enroller) placeOf(pod workload.Pod, key podnetns.Key) place {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	where, ok := e.places[pod.UID]
+	if !ok || where.key != key {
+		where = place{namespace: pod.Namespace, name: pod.Name, key: key}
+	}
+	if len(pod.IPs) > 0 {
+		where.ips = pod.IPs
+	}
+	where.kept = e.cfg.ExistingConnections == KeepConnections
+	return where
+}
+
+// leave takes a running pod out of the mesh because its object says so, or is gone.
+// Where it runs is remembered as long as its object is there.
+func (e *Enroller) leave(ctx context.Context, uid, reason string) error {
+	release, err := e.turns.take(ctx, uid)
+	if err != nil {
+		return &StepError{Step: stepTurn, Err: err}
+	}
+	defer release()
+	p, enrolled := e.enrolment(uid)
+	if !enrolled {
+		return nil
+	}
+	e.mu.Lock()
+	e.attachments.setSkipped(uid, p.netns, reason)
+	e.mu.Unlock()
+	err = e.takeOut(ctx, p)
+	e.remember(uid)
+	e.cfg.Logger.Info("running pod withdrawn", "pod", p.pod.String(), "uid", uid, "netns", p.netns.String(), "reason", reason)
+	return err
+}
+
+// changedOptions tells whether the pod's object asks for other rules than are in
+// place. The caller holds Enroller.mu.
+func (e *Enroller) changedOptions(p *enrolment, pod workload.Pod) bool {
+	options, malformed := e.options(pod, p.place)
+	return options.Key() != p.options.Key() || !slices.Equal(malformed, p.malformed)
+}
+
+// reapply changes the rules of an enrolled pod in place. When that fails the pod
+// keeps what it has, and is tried again.
+func (e *Enroller) reapply(ctx context.Context, pod workload.Pod) error {
+	release, err := e.turns.take(ctx, pod.UID)
+	if err != nil {
+		return &StepError{Step: stepTurn, Err: err}
+	}
+	defer release()
+	p, enrolled := e.enrolment(pod.UID)
+	ns, pinned := e.pins.Get(pod.UID)
+	if !enrolled || !pinned {
+		return nil
+	}
+	options, malformed := e.options(pod, p.place)
+	families := p.families
+	if options.Key() != p.options.Key() {
+		if families, err = e.cfg.Redirection.Apply(ctx, ns.Do, options); err != nil {
+			return &StepError{Step: stepRedirection, Err: err}
+		}
+	}
+	e.mu.Lock()
+	p.pod, p.options, p.malformed, p.families = pod, options, malformed, families
+	e.mu.Unlock()
+	e.reportMalformed(p)
+	e.cfg.Logger.Info("options of a running pod applied", "pod", pod.String(), "uid", pod.UID, "netns", p.netns.String())
+	return nil
+}
+
+func (e *Enroller) isWithheld(uid string) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.withheld[uid]
+}

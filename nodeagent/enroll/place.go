@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package enroll
+
+import (
+	"net/netip"
+
+	"ambientd/cni-plugin/podevent"
+	"ambientd/nodeagent/podnetns"
+	"ambientd/nodeagent/records"
+)
+
+// place is where a pod runs, as its last ADD or the finder told. It outlives the
+// pod's enrolment: a pod that leaves the mesh while it runs may come back.
+type place struct {
+	namespace, name string
+	path            string // of the netns, where the runtime keeps it; empty if unknown
+	key             podnetns.Key
+	ips             []netip.Addr
+	kept            bool // enrolled while it ran, with its established connections kept
+}
+
+// remember writes down what is known of the pod, for the agent's next start. What
+// cannot be written does not keep a pod from starting: then the next agent looks for
+// it among the processes. The caller holds the pod's turn.
+func (e *Enroller) remember(uid string) {
+	e.mu.Lock()
+	record, ok := e.record(uid)
+	e.mu.Unlock()
+	var err error
+	if ok {
+		err = e.cfg.Records.Put(record)
+	} else {
+		err = e.cfg.Records.Delete(uid)
+	}
+	if err != nil {
+		e.cfg.Logger.Warn("a pod's record is not up to date; after a restart it is looked for among the processes", "uid", uid, "err", err)
+	}
+}
+
+// record makes a pod's record, false if nothing is known of the pod any more. The
+// caller holds Enroller.mu.
+func (e *Enroller) record(uid string) (records.Record, bool) {
+	where, ok := e.places[uid]
+	if !ok {
+		return records.Record{}, false
+	}
+	r := records.Record{
+		UID: uid, Namespace: where.namespace, Name: where.name,
+		NetnsPath: where.path, Key: where.key, IPs: where.ips, KeepEstablished: where.kept,
+		Skipped: "not in the mesh",
+	}
+	if p, enrolled := e.pods[uid]; enrolled {
+		r.Skipped, r.Families, r.Backend = "", p.families.String(), e.cfg.BackendName
+	}
+	for of := range e.attachments.ofPod[uid] {
+		a := e.attachments.records[of]
+		if a.netns != where.key {
+			continue // an older sandbox's: its DEL has nothing to find
+		}
+		if a.skipped != "" {
+			r.Skipped = a.skipped
+		}
+		r.Attachments = append(r.Attachments, records.Attachment{Network: a.network, ContainerID: of.ContainerID, IfName: of.IfName})
+	}
+	return r, true
+}
+
+// recall is the reverse of remember, at the start of the agent.
+func (e *Enroller) recall(r records.Record) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.places[r.UID] = place{
+		namespace: r.Namespace, name: r.Name, path: r.NetnsPath, key: r.Key, ips: r.IPs, kept: r.KeepEstablished,
+	}
+	for _, a := range r.Attachments {
+		e.attachments.record(podevent.Attachment{ContainerID: a.ContainerID, IfName: a.IfName}, attachment{
+			network: a.Network, uid: r.UID, namespace: r.Namespace, name: r.Name, netns: r.Key, skipped: r.Skipped,
+		})
+	}
+}
+
+// forgetPlace lets go of all that is known of a pod that does not run here any more.
+func (e *Enroller) forgetPlace(uid string) {
+	e.mu.Lock()
+	delete(e.places, uid)
+	e.attachments.forgetPod(uid)
+	e.mu.Unlock()
+	e.remember(uid)
+}

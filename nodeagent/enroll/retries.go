@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package enroll
+
+import (
+	"math/rand/v2"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"ambientd/nodeagent/workload"
+)
+
+const (
+	// atOnce bounds how many running pods are worked on at the same time.
+	atOnce = 8
+
+	// firstRetry and lastRetry bound the pause after a running pod could not be
+	// enrolled; it doubles from one to the other.
+	firstRetry = 500 * time.Millisecond
+	lastRetry  = 30 * time.Second
+)
+
+// retries knows by pod UID when it is to be tried again.
+type retries map[string]retry
+
+type retry struct {
+	at    time.Time
+	pause time.Duration
+}
+
+// note counts an attempt that left the pod outside.
+func (r retries) note(uid string, now time.Time) {
+	pause := firstRetry
+	if last, ok := r[uid]; ok {
+		pause = min(2*last.pause, lastRetry)
+	}
+	// Spread by a fifth either way, so that pods that failed together part.
+	jittered := pause*4/5 + rand.N(pause*2/5)
+	r[uid] = retry{at: now.Add(jittered), pause: pause}
+}
+
+// keep forgets all pods but those given.
+func (r retries) keep(pods []workload.Pod) {
+	waiting := make(map[string]struct{}, len(pods))
+	for _, pod := range pods {
+		waiting[pod.UID] = struct{}{}
+	}
+	for uid := range r {
+		if _, ok := waiting[uid]; !ok {
+			delete(r, uid)
+		}
+	}
+}
+
+// due returns the pods whose pause is over, or who have not been tried yet.
+func (r retries) due(pods []workload.Pod, now time.Time) []workload.Pod {
+	var due []workload.Pod
+	for _, pod := range pods {
+		if !r[pod.UID].at.After(now) {
+			due = append(due, pod)
+		}
+	}
+	return due
+}
+
+// pause is the time until the next pod is due, an hour where there is none.
+func (r retries) pause(now time.Time) time.Duration {
+	pause := time.Hour
+	for _, next := range r {
+		pause = min(pause, max(next.at.Sub(now), 0))
+	}
+	return pause
+}
+
+// work runs tasks about pods in parallel and gathers their outcomes by UID.
+type work struct {
+	tasks    errgroup.Group
+	mu       sync.Mutex
+	outcomes map[string]error
+}
+
+func newWork() *work {
+	w := &work{outcomes: map[string]error{}}
+	w.tasks.SetLimit(atOnce)
+	return w
+}
+
+// do runs task as soon as there is a place for it.
+func (w *work) do(uid string, task func() error) {
+	w.tasks.Go(func() error {
+		w.note(uid, task())
+		return nil
+	})
+}
+
+func (w *work) note(uid string, err error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.outcomes[uid] = err
+}
+
+// wait returns the outcomes once all tasks have ended.
+func (w *work) wait() map[string]error {
+	_ = w.tasks.Wait() // the tasks' errors are in outcomes
+	return w.outcomes
+}

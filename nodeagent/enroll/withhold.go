@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package enroll
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"ambientd/nodeagent/workload"
+)
+
+// ErrNoSuchPod says that an operator named a pod that is not there.
+var ErrNoSuchPod = errors.New("no such pod on this node")
+
+// Withhold takes pods out of the mesh because an operator says so, and keeps them
+// out until [Enroller.Release], or the agent's next start. names are "namespace/name"
+// or UIDs; none means all enrolled pods. Nothing of anybody's redirection is left in
+// their netns. It returns the pods that it has taken out.
+func (e *Enroller) Withhold(ctx context.Context, names []string) ([]string, error) {
+	pods, err := e.named(names)
+	if err != nil {
+		return nil, err
+	}
+	var out []string
+	work := newWork()
+	for _, pod := range pods {
+		out = append(out, pod.String())
+		work.do(pod.UID, func() error { return e.withhold(ctx, pod) })
+	}
+	slices.Sort(out)
+	return out, joinByPod(work.wait())
+}
+
+func (e *Enroller) withhold(ctx context.Context, pod workload.Pod) error {
+	release, err := e.turns.take(ctx, pod.UID)
+	if err != nil {
+		return &StepError{Step: stepTurn, Err: err}
+	}
+	defer release()
+	e.mu.Lock()
+	e.withheld[pod.UID] = true
+	e.mu.Unlock()
+	p, enrolled := e.enrolment(pod.UID)
+	if !enrolled {
+		return nil
+	}
+	if ns, ok := e.pins.Get(pod.UID); ok {
+		// Before ours go: nothing else would capture after that.
+		if _, err := e.cfg.Predecessors.RemovePredecessors(ctx, ns.Do); err != nil {
+			return &StepError{Step: stepRedirection, Err: err}
+		}
+	}
+	e.mu.Lock()
+	e.attachments.setSkipped(pod.UID, p.netns, "an operator has withdrawn it")
+	e.mu.Unlock()
+	err = e.takeOut(ctx, p)
+	e.remember(pod.UID)
+	e.cfg.Logger.Info("pod withdrawn by an operator", "pod", pod.String(), "uid", pod.UID, "netns", p.netns.String())
+	return err
+}
+
+// Release lets withheld pods back into the mesh: those that belong there are enrolled
+// soon after. names are as for Withhold; none means all that are withheld.
+func (e *Enroller) Release(names []string) ([]string, error) {
+	inventory, _ := e.cfg.Inventory.List()
+	var out []string
+	e.mu.Lock()
+	for _, pod := range inventory {
+		if e.withheld[pod.UID] && (len(names) == 0 || isNamed(pod, names)) {
+			delete(e.withheld, pod.UID)
+			out = append(out, pod.String())
+		}
+	}
+	e.mu.Unlock()
+	for _, name := range names {
+		if !slices.ContainsFunc(inventory, func(pod workload.Pod) bool { return isNamed(pod, []string{name}) }) {
+			return nil, fmt.Errorf("%s: %w", name, ErrNoSuchPod)
+		}
+	}
+	select {
+	case e.wake <- struct{}{}:
+	default:
+	}
+	slices.Sort(out)
+	return out, nil
+}
+
+// named returns the pods that an operator means.
+func (e *Enroller) named(names []string) ([]workload.Pod, error) {
+	inventory, _ := e.cfg.Inventory.List()
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	var pods []workload.Pod
+	if len(names) == 0 {
+		for _, p := range e.pods {
+			pods = append(pods, p.pod)
+		}
+		return pods, nil
+	}
+	for _, name := range names {
+		i := slices.IndexFunc(inventory, func(pod workload.Pod) bool { return isNamed(pod, []string{name}) })
+		if i < 0 {
+			return nil, fmt.Errorf("%s: %w", name, ErrNoSuchPod)
+		}
+		pods = append(pods, inventory[i])
+	}
+	return pods, nil
+}
+
+func isNamed(pod workload.Pod, names []string) bool {
+	return slices.Contains(names, pod.UID) || slices.Contains(names, pod.String())
+}
+
+// joinByPod makes one error of many, in a stable order.
+func joinByPod(outcomes map[string]error) error {
+	var errs []error
+	for uid, err := range outcomes {
+		if err != nil {
+			errs = append(errs, fmt.Errorf("pod with UID %s: %w", uid, err))
+		}
+	}
+	slices.SortFunc(errs, func(a, b error) int { return strings.Compare(a.Error(), b.Error()) })
+	return errors.Join(errs...)
+}
