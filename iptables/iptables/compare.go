@@ -21,7 +21,10 @@ const maxDifferences = 40
 // tables, up to [maxDifferences] and one that counts the rest. It looks at our
 // chains and at what leads into them; all else in got is others' business.
 func compare(got xtables.Saved, want map[string][]chain) []redirection.Difference {
-	differences := compareAll(got, want)
+	return bound(compareAll(got, want))
+}
+
+func bound(differences []redirection.Difference) []redirection.Difference {
 	if more := len(differences) - maxDifferences; more > 0 {
 		differences = append(differences[:maxDifferences], redirection.Difference{
 			What: "rules", Got: fmt.Sprintf("state in %d more points", more)})

@@ -8,7 +8,7 @@ import (
 	"fmt"
 	"time"
 
-	"ambientd/iptables/foreign"
+	"ambientd/iptables/nftables"
 	"ambientd/iptables/rawnetlink"
 	"ambientd/iptables/redirection"
 	"ambientd/iptables/xtables"
@@ -79,17 +79,16 @@ func New(ctx context.Context, config Config) (*Backend, error) {
 	if err != nil {
 		return nil, err
 	}
-	b := &Backend{config: config, programs: map[redirection.Families]xtables.Programs{}, sockets: rawnetlink.New()}
+	native, err := nftables.New()
+	if err != nil {
+		return nil, err
+	}
+	b := &Backend{config: config, programs: map[redirection.Families]xtables.Programs{}, sockets: rawnetlink.New(), native: native}
 	for _, family := range redirection.DualStack.Each() {
 		if b.programs[family], err = xtables.Find(ctx, config.Variant, family); err != nil {
 			return nil, err
 		}
 	}
-	b.means = foreign.IPTablesNFT
-	if b.programs[redirection.IPv4].Legacy() {
-		b.means = foreign.IPTablesLegacy
-	}
-	b.foreign = foreign.New(b.sockets)
 	return b, nil
 }
 

@@ -15,8 +15,8 @@
 // the jumps to them, starts at most two child processes for each family, and
 // leaves the choice between nf_tables and x_tables to package backend. The
 // programs and their locks are the business of package xtables, the policy rule
-// and the route that of package policyroute, and what others have left behind that
-// of package foreign.
+// and the route that of package policyroute, and what lies in nf_tables by other
+// means that of package nftables.
 package iptables
 
 import (
@@ -26,7 +26,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"ambientd/iptables/foreign"
+	"ambientd/iptables/nftables"
 	"ambientd/iptables/policyroute"
 	"ambientd/iptables/rawnetlink"
 	"ambientd/iptables/redirection"
@@ -40,9 +40,11 @@ type Backend struct {
 	config   Config
 	programs map[redirection.Families]xtables.Programs
 	sockets  *rawnetlink.Sockets
-	foreign  *foreign.Finder
-	means    foreign.Means // what our own rules are written by
+	native   *nftables.Backend // for what others have in nf_tables
 }
+
+// legacy reports whether the rules are in x_tables.
+func (b *Backend) legacy() bool { return b.programs[redirection.IPv4].Legacy() }
 
 // Variant returns which programs are used.
 func (b *Backend) Variant() Variant { return b.config.Variant }
@@ -193,12 +195,16 @@ func (b *Backend) verifyFamily(ctx context.Context, run redirection.Runner, opts
 }
 
 // Remove takes out everything of ours, however little of it is there: chains,
-// every rule that leads to them, policy rule and route. Built-in chains and empty
-// tables stay: they may be others' as well.
+// every rule that leads to them, policy rule and route. Tables of iptables-nft that
+// hold nothing after that go too; x_tables never gives up a table.
 func (b *Backend) Remove(ctx context.Context, run redirection.Runner) error {
 	var errs []error // one part's failure is no reason to leave the others
 	for _, family := range redirection.DualStack.Each() {
 		errs = append(errs, b.removeFamily(ctx, run, family))
+	}
+	if !b.legacy() {
+		_, err := b.native.RemoveEmptyTables(ctx, run)
+		errs = append(errs, err)
 	}
 	errs = append(errs, b.policyRouting(run, func(conn *policyroute.Conn, state *policyroute.State) error {
 		return conn.Remove(state)

@@ -4,27 +4,102 @@ package iptables
 
 import (
 	"context"
+	"errors"
+	"fmt"
 
 	"ambientd/iptables/redirection"
+	"ambientd/iptables/xtables"
 )
 
+// # Rules of others, and of other means
+//
+// Rules of x_tables and of nf_tables cannot be swapped in one transaction. So Apply
+// first puts in this backend's, and then the others go. NAT is decided once per
+// connection: each new one is redirected once, whichever rules see it first, and
+// those that are redirected already keep their translation as long as some chain
+// of NAT is left. The other way round they would lose it.
+//
+// What lies in nf_tables, be it native or made by iptables-nft, is found and taken
+// out over netlink, which is the business of package nftables; what lies in
+// x_tables takes the programs, which are only run where x_tables has tables.
+
+// part is a look, or a removal, by one means; it reports whether there was
+// anything.
+type part func(ctx context.Context, run redirection.Runner) (bool, error)
+
 // HasForeign reports whether the pod's netns holds rules of another ambient agent,
-// or our own by another means than this backend's: nftables, or the other variant
-// of iptables. It reads only, and makes no table by that.
+// by whatever means they were made. It reads only, and makes no table by that.
 func (b *Backend) HasForeign(ctx context.Context, run redirection.Runner) (bool, error) {
-	return b.foreign.Has(ctx, run, b.means)
+	return b.first(ctx, run, "looking for another agent's rules", b.native.HasForeign, inLegacy(xtables.HasLegacy, xtables.Foreign))
 }
 
 // RemoveForeign takes such rules out of the pod's netns and leaves everybody
-// else's, and this backend's. It reports whether there were any. Call it after
-// Apply: connections are redirected throughout then, and keep their translation.
+// else's. It reports whether there were any.
 func (b *Backend) RemoveForeign(ctx context.Context, run redirection.Runner) (bool, error) {
-	return b.foreign.Remove(ctx, run, b.means)
+	return b.each(ctx, run, "removing another agent's rules", b.native.RemoveForeign, inLegacy(xtables.RemoveLegacy, xtables.Foreign))
 }
 
-// RemoveForeignFromHost does so in the host's netns, for the rule that other agents
-// have there for probes. It waits for x_tables' lock as long as the configuration
+// HasOther reports whether the pod's netns holds rules of our own by another means
+// than this backend's: the nftables backend's table, or the other variant's
+// chains. It reads only.
+func (b *Backend) HasOther(ctx context.Context, run redirection.Runner) (bool, error) {
+	variant := inLegacy(xtables.HasLegacy, xtables.Ours)
+	if b.legacy() {
+		variant = b.native.HasOther
+	}
+	return b.first(ctx, run, "looking for rules of another backend", b.native.HasTable, variant)
+}
+
+// RemoveOther takes such rules out of the pod's netns; policy rule and route,
+// which all backends share, stay. It reports whether there were any.
+func (b *Backend) RemoveOther(ctx context.Context, run redirection.Runner) (bool, error) {
+	variant := inLegacy(xtables.RemoveLegacy, xtables.Ours)
+	if b.legacy() {
+		variant = b.native.RemoveOther
+	}
+	return b.each(ctx, run, "removing rules of another backend", b.native.RemoveTable, variant)
+}
+
+// RemoveForeignFromHost takes the rule that other agents have for probes out of
+// the host's netns. It waits for x_tables' lock as long as the configuration
 // allows.
 func (b *Backend) RemoveForeignFromHost(ctx context.Context, run redirection.Runner) (bool, error) {
-	return b.foreign.RemoveFromHost(ctx, run, b.means, b.config.HostLockWait)
+	return b.each(ctx, run, "removing another agent's rules from the host", b.native.RemoveForeign,
+		func(ctx context.Context, run redirection.Runner) (bool, error) {
+			return xtables.RemoveLegacyFromHost(ctx, run, xtables.Foreign, b.config.HostLockWait)
+		})
+}
+
+func inLegacy(what func(context.Context, redirection.Runner, xtables.Whose) (bool, error), whose xtables.Whose) part {
+	return func(ctx context.Context, run redirection.Runner) (bool, error) { return what(ctx, run, whose) }
+}
+
+// first stops at the first part that finds something.
+func (b *Backend) first(ctx context.Context, run redirection.Runner, doing string, parts ...part) (bool, error) {
+	for _, p := range parts {
+		if found, err := p(ctx, run); found || err != nil {
+			return found, b.wrap(doing, err)
+		}
+	}
+	return false, nil
+}
+
+// each does every part, whatever becomes of the others.
+func (b *Backend) each(ctx context.Context, run redirection.Runner, doing string, parts ...part) (bool, error) {
+	var found bool
+	var errs []error
+	for _, p := range parts {
+		there, err := p(ctx, run)
+		found = found || there
+		errs = append(errs, err)
+	}
+	return found, b.wrap(doing, errors.Join(errs...))
+}
+
+// wrap adds what an operator needs to an error, if it is one.
+func (b *Backend) wrap(doing string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("%s (iptables, variant %s): %w", doing, b.config.Variant, err)
 }

@@ -138,8 +138,8 @@ func (p Programs) Save(ctx context.Context, run redirection.Runner) (Saved, erro
 	return Parse(out.kept.String())
 }
 
-// ErrNoChain means that the programs cannot show a chain: it is not there, or, as
-// iptables-nft does not tell apart, holds what has no equal in iptables.
+// ErrNoChain means that a chain is not there, or, which iptables-nft does not tell
+// apart in chains that are not built in, holds what has no equal in iptables.
 var ErrNoChain = errors.New("no such chain of iptables")
 
 // ListOnHost reads the rules of one chain inside the host's netns, each as [Table]
@@ -160,7 +160,7 @@ func (p Programs) ListOnHost(ctx context.Context, run redirection.Runner, table,
 	out := &bounded{limit: maxSave}
 	c := child{path: path, args: []string{"--wait", seconds(wait), "-t", table, "-S", chain}, stdout: out, lock: hostsLock}
 	if err := c.run(ctx, run); err != nil {
-		if isNoChain(err) {
+		if isNoChain(err, chain) {
 			err = fmt.Errorf("%w: %w", ErrNoChain, err)
 		}
 		return nil, fmt.Errorf("listing chain %s of table %s: %w", chain, table, err)
@@ -179,9 +179,12 @@ func (p Programs) ListOnHost(ctx context.Context, run redirection.Runner, table,
 
 // isNoChain reports whether -S failed for want of the chain, by the words of
 // iptables-legacy 1.4 to 1.8 and of iptables-nft 1.8.
-func isNoChain(err error) bool {
-	text := err.Error()
-	return strings.Contains(text, "No chain/target/match by that name") || strings.Contains(text, "is incompatible, use 'nft' tool")
+func isNoChain(err error, chain string) bool {
+	if strings.Contains(err.Error(), "No chain/target/match by that name") {
+		return true
+	}
+	builtin := slices.Contains([]string{"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"}, chain)
+	return !builtin && strings.Contains(err.Error(), "is incompatible, use 'nft' tool")
 }
 
 // present reports, without a child process, whether the netns can have rules

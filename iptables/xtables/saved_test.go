@@ -21,4 +21,3 @@ func TestParseRefuses(t *testing.T) {
 		})
 	}
 }
-
