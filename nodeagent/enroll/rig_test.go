@@ -4,18 +4,23 @@ package enroll_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io"
 	"log/slog"
+	"maps"
 	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"testing"
 	"time"
 
 	googlenft "github.com/google/nftables"
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
 	"ambientd/certfetch"
 	"ambientd/certfetch/ca"
@@ -25,7 +30,9 @@ import (
 	"ambientd/iptables/redirection"
 	"ambientd/nodeagent/admin"
 	"ambientd/nodeagent/enroll"
+	"ambientd/nodeagent/hostprobe"
 	"ambientd/nodeagent/podnetns"
+	"ambientd/nodeagent/records"
 	"ambientd/nodeagent/workload"
 	"ambientd/nodeagent/zds"
 	"ambientd/nodeagent/zds/zdstest"
@@ -41,8 +48,11 @@ type rig struct {
 	pods    *podMap
 	source  *source
 	fetcher *certfetch.Fetcher
-	rules   enroll.Redirection
+	rules   *nftables.Backend
+	records *records.Store
 	socket  string
+	config  enroll.Config
+	logged  chan struct{} // holds a token when a line was logged
 }
 
 type option func(*enroll.Config)
@@ -70,19 +80,48 @@ func newRig(t *testing.T, opts ...option) *rig {
 	run(t, fetcher.Run)
 	run(t, proxies.Run)
 
-	pods := &podMap{pods: map[string]workload.Pod{}}
+	logged := make(signal, 1)
+	pods := &podMap{pods: map[string]workload.Pod{}, changed: make(chan struct{}, 1)}
+	store, err := records.Open(filepath.Join(t.TempDir(), "pods"))
+	must(t, err)
+	pins := podnetns.NewPins()
+	finder, err := podnetns.NewFinder(podnetns.FinderConfig{Host: host, Holders: pins, ProcRoot: t.TempDir(), NetnsDirs: []string{t.TempDir()}})
+	must(t, err)
+	defaults := redirection.DefaultOptions()
+	probes, err := hostprobe.New(hostprobe.Config{Kernel: rules, Run: netnstest.Self(t).Runner(), Options: redirection.HostOptions{
+		ProbeSourceIPv4: defaults.ProbeSourceIPv4, ProbeSourceIPv6: defaults.ProbeSourceIPv6, IPv6: true, Scope: redirection.ProbeScopePod,
+	}})
+	must(t, err)
 	cfg := enroll.Config{
-		Host: host, Pods: pods, Policy: policy(t), Defaults: workload.Defaults(redirection.DefaultOptions()), TrustDomain: td,
-		Redirection: rules, BackendName: "nftables", Identities: fetcher, Fetched: fetcher.Identities, NodeProxy: proxies,
-		ProxyTimeout: 5 * time.Second, CertWait: 5 * time.Second, DelProxyWait: 500 * time.Millisecond,
-		Logger: slog.New(slog.NewTextHandler(t.Output(), nil)),
+		Host: host, Pins: pins, Pods: pods, Inventory: pods, Finder: finder, Records: store, Policy: policy(t), Defaults: workload.Defaults(defaults), TrustDomain: td,
+		Redirection: rules, BackendName: "nftables", Predecessors: predecessors{rules}, Probes: probes,
+		Identities: fetcher, Fetched: fetcher.Identities, Registered: registered(fetcher), NodeProxy: proxies, ProxySet: proxies,
+		ExistingConnections: enroll.KeepConnections,
+		ProxyTimeout:        5 * time.Second, CertWait: 5 * time.Second, DelProxyWait: 500 * time.Millisecond,
+		Logger: slog.New(slog.NewTextHandler(io.MultiWriter(t.Output(), logged), nil)),
 	}
 	for _, opt := range opts {
 		opt(&cfg)
 	}
 	e, err := enroll.New(cfg)
 	must(t, err)
-	return &rig{Enroller: e, pods: pods, source: source, fetcher: fetcher, rules: rules, socket: socket}
+	return &rig{Enroller: e, pods: pods, source: source, fetcher: fetcher, rules: rules, records: store, socket: socket, config: cfg, logged: logged}
+}
+
+// predecessors is the nftables backend's part of taking pods over.
+type predecessors struct{ *nftables.Backend }
+
+func (p predecessors) RemovePredecessors(ctx context.Context, run redirection.Runner) (bool, error) {
+	foreign, err := p.RemoveForeign(ctx, run)
+	other, otherErr := p.RemoveOther(ctx, run)
+	return foreign || other, errors.Join(err, otherErr)
+}
+
+func registered(f *certfetch.Fetcher) func(spiffeid.ID) bool {
+	return func(id spiffeid.ID) bool {
+		_, err := f.SVID(id)
+		return !errors.Is(err, certfetch.ErrNotRegistered)
+	}
 }
 
 func policy(t *testing.T) workload.Policy {
@@ -143,6 +182,55 @@ func request(command string, pod workload.Pod, container string) podevent.Reques
 	return req
 }
 
+// running makes a pod that runs, with an address of its own, and tells the agent of
+// it by an ADD, which enrols or skips it.
+func (r *rig) running(t *testing.T, pod workload.Pod, number int) *netnstest.NS {
+	t.Helper()
+	ns := netnstest.New(t)
+	req := request(podevent.CommandAdd, pod, "c-"+pod.Name)
+	req.IPs = []netip.Addr{netip.AddrFrom4([4]byte{10, 1, byte(number >> 8), byte(number)})}
+	req.NetnsPath = mounted(t, ns)
+	ns.Do(t, func() error {
+		lo, err := netlink.LinkByName("lo")
+		if err != nil {
+			return err
+		}
+		return netlink.AddrAdd(lo, &netlink.Addr{IPNet: netlink.NewIPNet(req.IPs[0].AsSlice())})
+	})
+	if reply := r.Handle(t.Context(), req, ns.File()); reply.Error != nil {
+		t.Fatal(reply.Error)
+	}
+	return ns
+}
+
+// mounted is a file that is the netns, as container runtimes make one.
+func mounted(t *testing.T, ns *netnstest.NS) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "netns")
+	must(t, os.WriteFile(path, nil, 0o600))
+	must(t, unix.Mount(fmt.Sprintf("/proc/self/fd/%d", ns.File().Fd()), path, "", unix.MS_BIND, ""))
+	t.Cleanup(func() { must(t, unix.Unmount(path, unix.MNT_DETACH)) })
+	return path
+}
+
+// follow runs the part of the Enroller that follows the inventory.
+func (r *rig) follow(t *testing.T) { run(t, r.Run) }
+
+// await returns once cond holds of the log of the agent. Every change of a pod
+// makes a line.
+func (r *rig) await(t *testing.T, cond func() bool) {
+	t.Helper()
+	for !cond() {
+		select {
+		case <-r.logged:
+		case <-t.Context().Done():
+			t.Fatal("awaiting a state of the agent: the test has ended")
+		case <-time.After(20 * time.Second):
+			t.Fatalf("awaiting a state of the agent; status shows %+v", r.Pods())
+		}
+	}
+}
+
 // enrolled enrols a pod that must come through.
 func (r *rig) enrolled(t *testing.T, name, serviceAccount, container string) (workload.Pod, *netnstest.NS) {
 	t.Helper()
@@ -183,7 +271,9 @@ func assertNoRules(t *testing.T, ns *netnstest.NS) {
 			return err
 		}
 		for _, table := range tables {
-			t.Errorf("table %s is still there", table.Name)
+			if table.Name != redirection.HostTable { // the host's netns has that
+				t.Errorf("table %s is still there", table.Name)
+			}
 		}
 		for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
 			rules, err := netlink.RuleList(family)
@@ -254,17 +344,52 @@ func must(t *testing.T, err error) {
 	}
 }
 
+// signal is a writer that tells of each write.
+type signal chan struct{}
+
+func (s signal) Write(b []byte) (int, error) {
+	select {
+	case s <- struct{}{}:
+	default:
+	}
+	return len(b), nil
+}
+
 // podMap is a pod source: what the API knows.
 type podMap struct {
-	mu   sync.Mutex
-	pods map[string]workload.Pod // by namespace/name
+	changed chan struct{}
+	mu      sync.Mutex
+	pods    map[string]workload.Pod // by namespace/name
 }
 
 func (m *podMap) put(pod workload.Pod) workload.Pod {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.pods[pod.String()] = pod
+	m.signal()
 	return pod
+}
+
+func (m *podMap) remove(pod workload.Pod) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	delete(m.pods, pod.String())
+	m.signal()
+}
+
+func (m *podMap) signal() {
+	select {
+	case m.changed <- struct{}{}:
+	default:
+	}
+}
+
+func (m *podMap) Changed() <-chan struct{} { return m.changed }
+
+func (m *podMap) List() ([]workload.Pod, bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.Collect(maps.Values(m.pods)), true
 }
 
 func (m *podMap) Lookup(_ context.Context, namespace, name, _ string) (workload.Pod, error) {

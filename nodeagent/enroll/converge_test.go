@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package enroll_test
+
+import (
+	"fmt"
+	"maps"
+	"testing"
+
+	"ambientd/cni-plugin/podevent"
+	"ambientd/iptables/redirection"
+	"ambientd/nodeagent/admin"
+	"ambientd/nodeagent/enroll"
+	"ambientd/nodeagent/podnetns"
+	"ambientd/nodeagent/workload"
+	"ambientd/nodeagent/zds/zdstest"
+	"ambientd/tools/netnstest"
+)
+
+// labelled is the pod with the namespace's label on or off.
+func labelled(pod workload.Pod, mode string) workload.Pod {
+	pod.NamespaceLabels = map[string]string{"istio.io/dataplane-mode": mode}
+	return pod
+}
+
+func (r *rig) allInState(want int) func() bool {
+	return func() bool {
+		enrolled := 0
+		for _, s := range r.Pods() {
+			if s.State == admin.PodEnrolled {
+				enrolled++
+			}
+		}
+		return enrolled == want && len(r.Pods()) == want
+	}
+}
+
+// TestRelabel is case 15: a namespace's label goes on and off with pods running; in
+// the end they are enrolled, with their rules once and nothing of earlier rounds.
+func TestRelabel(t *testing.T) {
+	r := newRig(t)
+	peer := r.proxy(t, nil)
+	const pods = 20
+	namespaces := map[string]*netnstest.NS{}
+	var all []workload.Pod
+	for i := range pods {
+		pod := r.pods.put(labelled(workload.Pod{UID: fmt.Sprint("uid-", i), Namespace: "shop", Name: fmt.Sprint("p", i), ServiceAccount: "web"}, ""))
+		namespaces[pod.UID] = r.running(t, pod, i+1)
+		all = append(all, pod)
+	}
+	if n := len(r.Skipped()); n != pods {
+		t.Fatalf("%d pods are skipped, want all", n)
+	}
+	r.follow(t)
+	for range 10 {
+		for _, mode := range []string{"ambient", ""} {
+			for _, pod := range all {
+				r.pods.put(labelled(pod, mode))
+			}
+			want := map[string]int{"ambient": pods, "": 0}[mode]
+			r.await(t, r.allInState(want))
+		}
+	}
+	for _, pod := range all {
+		r.pods.put(labelled(pod, "ambient"))
+	}
+	r.await(t, r.allInState(pods))
+	running := redirection.DefaultOptions()
+	running.KeepEstablished = true
+	for uid, ns := range namespaces {
+		_, differences, err := r.rules.Verify(t.Context(), ns.Runner(), running)
+		must(t, err)
+		for _, d := range differences {
+			t.Errorf("pod %s: %s", uid, d)
+		}
+	}
+	must(t, peer.Await(t.Context(), func(s zdstest.State) bool { return len(s.Pods) == pods }))
+	if n := len(r.Skipped()); n != 0 {
+		t.Errorf("status still shows %d pods as skipped", n)
+	}
+	// The attachments have outlived all of it: DEL finds its pod.
+	want(t, r.del(t.Context(), all[0], "c-"+all[0].Name, nil), podevent.ResultWithdrawn)
+	assertNoRules(t, namespaces[all[0].UID])
+}
+
+// TestObjectGone: a pod whose object is removed leaves, its netns alive or not.
+func TestObjectGone(t *testing.T) {
+	r := newRig(t)
+	peer := r.proxy(t, nil)
+	pod := r.meshed("web", "web")
+	ns := r.running(t, pod, 1)
+	r.follow(t)
+	r.pods.remove(pod)
+	r.await(t, r.allInState(0))
+	must(t, peer.AwaitDel(t.Context(), pod.UID))
+	r.assertNothing(t, peer, pod, ns)
+}
+
+// TestOptionsChange: an annotation of a running pod is applied in place; one that
+// cannot be read any more counts as absent.
+func TestOptionsChange(t *testing.T) {
+	r := newRig(t)
+	r.proxy(t, nil)
+	pod := r.meshed("web", "web")
+	ns := r.running(t, pod, 1)
+	r.follow(t)
+	for _, c := range []struct {
+		value string
+		dns   bool
+	}{{"false", false}, {"true", true}, {"false", false}, {"maybe", true}} {
+		pod.Annotations = map[string]string{workload.AnnotationDNSCapture: c.value}
+		r.pods.put(pod)
+		wanted := redirection.DefaultOptions()
+		wanted.DNSCapture = c.dns
+		r.await(t, func() bool {
+			_, differences, err := r.rules.Verify(t.Context(), ns.Runner(), wanted)
+			must(t, err)
+			return len(differences) == 0
+		})
+	}
+}
+
+// restart makes the next agent on the same machine: kernel and records are as the
+// first has left them, everything else is new.
+func (r *rig) restart(t *testing.T) *rig {
+	t.Helper()
+	next := newRig(t, func(c *enroll.Config) { c.Records, c.Pods, c.Inventory = r.records, r.pods, r.pods })
+	next.pods = r.pods
+	must(t, next.Restore(t.Context()))
+	return next
+}
+
+// TestRestore: a new agent takes all pods up before any proxy connects, without
+// writing rules, and knows the attachments of the old one.
+func TestRestore(t *testing.T) {
+	old := newRig(t)
+	old.proxy(t, nil)
+	namespaces := map[string]*netnstest.NS{}
+	for i := range 5 {
+		pod := old.meshed(fmt.Sprint("p", i), "web")
+		namespaces[pod.UID] = old.running(t, pod, i+1)
+	}
+	outside := old.pods.put(workload.Pod{UID: "uid-out", Namespace: "plain", Name: "out", ServiceAccount: "web"})
+	old.running(t, outside, 99)
+	gone := old.meshed("gone", "gone")
+	goneNS := old.running(t, gone, 77)
+	old.pods.remove(gone)
+	generations := map[string]uint64{}
+	for uid, ns := range namespaces {
+		generations[uid] = old.generation(t, ns)
+	}
+
+	r := old.restart(t)
+	if n := len(r.Pods()); n != len(namespaces) {
+		t.Fatalf("%d pods were taken up, want %d: %+v", n, len(namespaces), r.Pods())
+	}
+	after := map[string]uint64{}
+	for uid, ns := range namespaces {
+		after[uid] = r.generation(t, ns)
+	}
+	if !maps.Equal(generations, after) {
+		t.Errorf("rules were written: generations %v before, %v after", generations, after)
+	}
+	assertNoRules(t, goneNS)
+	peer := r.proxy(t, nil)
+	if n := len(peer.State().Pods); n != len(namespaces) {
+		t.Errorf("the first snapshot has %d pods, want %d", n, len(namespaces))
+	}
+	if skipped := r.Skipped(); len(skipped) != 1 || skipped[0].Name != "out" {
+		t.Errorf("skipped are %+v, want the pod that was", skipped)
+	}
+	for i := range 5 {
+		pod := workload.Pod{UID: fmt.Sprint("uid-p", i), Namespace: "shop", Name: fmt.Sprint("p", i)}
+		want(t, r.del(t.Context(), pod, "c-"+pod.Name, nil), podevent.ResultWithdrawn)
+		assertNoRules(t, namespaces[pod.UID])
+	}
+	left, bad, err := old.records.All()
+	must(t, err)
+	if len(bad) != 0 || len(left) != 1 || left[0].UID != "uid-out" {
+		t.Errorf("records left: %+v, %v; want the skipped pod's", left, bad)
+	}
+}
+
+// TestRestoreOfAnotherBoot: records of an earlier boot lead nowhere.
+func TestRestoreOfAnotherBoot(t *testing.T) {
+	old := newRig(t)
+	old.proxy(t, nil)
+	pod := old.meshed("web", "web")
+	old.running(t, pod, 1)
+	known, _, err := old.records.All()
+	must(t, err)
+	known[0].Key = podnetns.Key{BootID: "another", Cookie: known[0].Key.Cookie}
+	must(t, old.records.Put(known[0]))
+	r := old.restart(t)
+	if n := len(r.Pods()); n != 0 {
+		t.Errorf("%d pods were taken up by a record of another boot", n)
+	}
+}
+
+func (r *rig) generation(t *testing.T, ns *netnstest.NS) uint64 {
+	t.Helper()
+	generation, err := r.rules.Generation(t.Context(), ns.Runner())
+	must(t, err)
+	return generation
+}
+
+// TestWithhold: an operator's word keeps a pod out until it is taken back.
+func TestWithhold(t *testing.T) {
+	r := newRig(t)
+	peer := r.proxy(t, nil)
+	pod := r.meshed("web", "web")
+	ns := r.running(t, pod, 1)
+	r.follow(t)
+	out, err := r.Withhold(t.Context(), []string{"shop/web"})
+	must(t, err)
+	if len(out) != 1 || out[0] != "shop/web" {
+		t.Errorf("taken out were %v", out)
+	}
+	r.assertNothing(t, peer, pod, ns)
+	other := r.meshed("other", "other")
+	r.running(t, other, 2) // makes Run look again
+	if len(r.Pods()) != 1 {
+		t.Errorf("the withheld pod came back: %+v", r.Pods())
+	}
+	if _, err := r.Withhold(t.Context(), []string{"shop/nobody"}); err == nil {
+		t.Error("withholding a pod that is not there succeeded")
+	}
+	if _, err := r.Release(nil); err != nil {
+		t.Fatal(err)
+	}
+	r.await(t, r.allInState(2))
+	out, err = r.Withhold(t.Context(), nil)
+	must(t, err)
+	if len(out) != 2 {
+		t.Errorf("taken out were %v, want both", out)
+	}
+	assertNoRules(t, ns)
+}
+
+// TestAudit: a healthy pod costs no write; each part that is lost is named and put
+// back.
+func TestAudit(t *testing.T) {
+	r := newRig(t)
+	r.proxy(t, nil)
+	pod := r.meshed("web", "web")
+	ns := r.running(t, pod, 1)
+	before := r.generation(t, ns)
+	for range 3 {
+		if f, ok := r.Audit(t.Context(), pod.UID); !ok || f.Err != nil || len(f.Differences) != 0 {
+			t.Fatalf("a healthy pod: %+v, %t", f, ok)
+		}
+	}
+	if after := r.generation(t, ns); after != before {
+		t.Errorf("audits have written: generation %d, then %d", before, after)
+	}
+	must(t, r.rules.Remove(t.Context(), ns.Runner()))
+	f, ok := r.Audit(t.Context(), pod.UID)
+	if !ok || f.Err != nil || len(f.Differences) == 0 {
+		t.Errorf("without its rules: %+v, %t", f, ok)
+	}
+	r.assertRules(t, ns)
+	r.fetcher.Unregister(pod.UID)
+	if f, _ := r.Audit(t.Context(), pod.UID); f.Err != nil || len(f.Differences) != 1 {
+		t.Errorf("without its identity: %+v", f)
+	}
+	if f, _ := r.Audit(t.Context(), pod.UID); len(f.Differences) != 0 {
+		t.Errorf("after the repair: %+v", f)
+	}
+	if _, ok := r.Audit(t.Context(), "nobody"); ok {
+		t.Error("a pod that is not enrolled was audited")
+	}
+}
