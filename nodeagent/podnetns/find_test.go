@@ -156,6 +156,57 @@ func TestFindProcessesThatEnteredOthers(t *testing.T) {
 
 // Even with p1's address in it, which p1 can add with the right privileges, p2's netns
 // is not p1's.
+// How many processes are looked at more closely: of those in the host's netns none, and
+// of others one in each netns, unless a pod is missing. Then it is every one, once.
+func TestFindIsSparing(t *testing.T) {
+	n := newNode(t)
+	own1, own2, other := n.netns("10.0.0.1"), n.netns("10.0.0.2"), n.netns("10.0.0.9")
+	for range 5 {
+		n.process(netnstest.Self(t), podCgroup(uid1))
+		n.process(own1, podCgroup(uid1))
+		n.process(own2, podCgroup(uid2))
+		n.process(other, podCgroup(uid3))
+	}
+	opened := n.watchCgroups()
+	n.check(map[string]any{uid1: own1, uid2: own2}, wantedPod(uid1, "10.0.0.1"), wantedPod(uid2, "10.0.0.2"))
+	if got := opened(); got != 3 {
+		t.Errorf("%d cgroups were read, want one in each of 3 netns", got)
+	}
+	n.check(map[string]any{uid1: own1, uid3: "process"}, wantedPod(uid1, "10.0.0.1"), wantedPod(uid3, "10.0.0.3"))
+	if got := opened(); got != 3+4+4 {
+		t.Errorf("%d cgroups were read, want all but those in the netns that was found, and one there", got)
+	}
+	// However many processes lead to it, a netns is looked into once for a pod.
+	_, missing := n.finder().Find(t.Context(), []podnetns.Wanted{wantedPod(uid3, "10.0.0.3")})
+	if text := missing[uid3].Error(); strings.Count(text, "it holds 10.0.0.9") != 1 || strings.Contains(text, "host") {
+		t.Error(text)
+	}
+}
+
+// watchCgroups returns a function that tells how many cgroup files have been opened since
+// it was last called.
+func (n *node) watchCgroups() func() int {
+	n.tb.Helper()
+	fd, err := unix.InotifyInit1(unix.IN_NONBLOCK | unix.IN_CLOEXEC)
+	n.must(err)
+	n.tb.Cleanup(func() { n.must(unix.Close(fd)) })
+	paths, err := filepath.Glob(filepath.Join(n.proc, "*", "cgroup"))
+	n.must(err)
+	for _, path := range paths {
+		_, err := unix.InotifyAddWatch(fd, path, unix.IN_OPEN)
+		n.must(err)
+	}
+	return func() int {
+		buf := make([]byte, 4096)
+		size, err := unix.Read(fd, buf)
+		if errors.Is(err, unix.EAGAIN) {
+			return 0
+		}
+		n.must(err)
+		return size / unix.SizeofInotifyEvent // of a file, an event has no name
+	}
+}
+
 func TestFindAmbiguous(t *testing.T) {
 	t.Run("processes and addresses of two wanted pods", func(t *testing.T) {
 		for _, order := range [][]string{{uid1, uid2}, {uid2, uid1}, {uid2, uid2, uid1}} {
@@ -225,6 +276,7 @@ func TestFindAddresses(t *testing.T) {
 		{[]string{"10.0.0.1", "fd00::1"}, []string{"10.0.0.1", "fd00::1"}, ""},
 		{[]string{"10.0.0.1", "fd00::1"}, []string{"10.0.0.1"}, ""},
 		{[]string{"10.0.0.1"}, []string{"::ffff:10.0.0.1"}, ""},
+		{[]string{"10.0.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, ""},
 		// IPv6 was turned off in the pod.
 		{[]string{"10.0.0.1"}, []string{"10.0.0.1", "fd00::1"}, ""},
 		// Another network's address, and one for egress as in clusters of IPv6.
@@ -319,18 +371,24 @@ func TestFindByRecord(t *testing.T) {
 	} {
 		n.check(map[string]any{uid1: want}, w)
 	}
+	n.pin(uid3, own)
+	n.check(map[string]any{uid1: "belongs to the pod with UID " + uid3}, n.recorded(uid1, path, own, "10.0.0.1"))
+	n.must(n.pins.Unpin(uid3))
 	// What a record does not lead to, a process may.
 	n.process(own, podCgroup(uid1))
 	n.check(map[string]any{uid1: own}, n.recorded(uid1, otherPath, own, "10.0.0.1"))
 	// Two records of one netns: one is wrong, and nothing says which.
 	n.check(map[string]any{uid1: "claimed equally", uid2: "claimed equally"},
 		n.recorded(uid1, path, own, "10.0.0.1"), n.recorded(uid2, path, own, "10.0.0.1"))
-	// A record counts more than processes that have come in.
-	n.process(own, podCgroup(uid2))
-	n.check(map[string]any{uid1: own, uid2: "belongs to the pod with UID " + uid1},
-		n.recorded(uid1, path, own, "10.0.0.1"), wantedPod(uid2, "10.0.0.1"))
-	n.pin(uid3, own)
-	n.check(map[string]any{uid1: "belongs to the pod with UID " + uid3}, n.recorded(uid1, path, own, "10.0.0.1"))
+	// A record counts more than a process in an older sandbox, which has the same address.
+	n.process(other, podCgroup(uid1))
+	own2 := n.netns("10.0.0.2")
+	n.process(own2, podCgroup(uid2))
+	n.check(map[string]any{uid1: own, uid2: own2}, n.recorded(uid1, path, own, "10.0.0.1"), wantedPod(uid2, "10.0.0.2"))
+	// And more than processes that have come in.
+	n.process(own, podCgroup(uid3))
+	n.check(map[string]any{uid1: own, uid3: "belongs to the pod with UID " + uid1},
+		n.recorded(uid1, path, own, "10.0.0.1"), wantedPod(uid3, "10.0.0.1"))
 }
 
 func TestFindByFile(t *testing.T) {
@@ -396,11 +454,11 @@ func TestFindOddProcesses(t *testing.T) {
 	n.must(os.Mkdir(filepath.Join(n.proc, "0"), 0o755))
 	n.must(os.Mkdir(filepath.Join(n.proc, "17"), 0o755)) // a process that has just ended
 	n.must(os.WriteFile(filepath.Join(n.proc, "18"), nil, 0o444))
-	for _, cgroup := range []string{"", "\x00", strings.Repeat("/x", 16<<10) + podCgroup(uid1)} {
+	for _, cgroup := range []string{"", "\x00", strings.Repeat("/x", 16<<10) + podCgroup(uid1), podCgroup(uid1) + strings.Repeat("/x", 16<<10)} {
 		n.process(own, cgroup)
 	}
 	n.must(os.Remove(filepath.Join(n.proc, n.process(own, ""), "cgroup")))
-	n.check(map[string]any{uid1: "none of 6 processes leads to it"}, wantedPod(uid1, "10.0.0.1"))
+	n.check(map[string]any{uid1: "none of 7 processes leads to it"}, wantedPod(uid1, "10.0.0.1"))
 	n.process(own, podCgroup(uid1))
 	n.check(map[string]any{uid1: own}, wantedPod(uid1, "10.0.0.1"))
 }

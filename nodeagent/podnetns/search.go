@@ -214,10 +214,10 @@ func (s *search) fromRecord(p *pursuit) error {
 	return nil
 }
 
-// claim gives the netns to the pod, which must be the one that a place leads to and
-// have its addresses there. If there is an equal claim, by another pod or to another
-// netns, the search ends without one for all that are concerned. On an error
-// the netns stays the caller's.
+// claim gives the netns to the pod, which must be the one that a place leads to, have its
+// addresses there, and not have claimed this netns already. If there is an equal claim, by
+// another pod or to another netns, the search ends without one for all that are
+// concerned. On an error the netns stays the caller's.
 func (s *search) claim(p *pursuit, n *Netns) error {
 	if uid, ok := s.holders.ByKey(n.key); ok && uid != p.UID {
 		return &TakenError{Key: n.key, OtherUID: uid}
@@ -229,8 +229,6 @@ func (s *search) claim(p *pursuit, n *Netns) error {
 	case other != nil && other != p:
 		err := fmt.Errorf("netns %s is claimed equally for the pod with UID %s and the one with UID %s", n.key, p.UID, other.UID)
 		return errors.Join(err, p.dispute(err), other.dispute(err))
-	case p.netns != nil && p.netns.key == n.key:
-		return n.Close()
 	case p.netns != nil:
 		s.owner[n.key] = p
 		err := fmt.Errorf("netns %s and netns %s are claimed equally for the pod", p.netns.key, n.key)
