@@ -4,40 +4,61 @@ package iptables
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-	"golang.org/x/sys/unix"
 
 	"ambientd/iptables/redirection"
 	"ambientd/tools/netnstest"
 )
 
 // TestLockIsPrivate: somebody who holds the host's lock of x_tables does not hold
-// up a pod's rules.
+// up the rules of pods: 50 are enrolled, verified, taken over and withdrawn.
 func TestLockIsPrivate(t *testing.T) {
-	ns := netnstest.New(t)
-	b, err := New(t.Context(), Config{Variant: Legacy})
-	if err != nil {
-		t.Skip(err)
+	eachVariant(t, func(t *testing.T, b *Backend) {
+		holdHostsLock(t)
+		t.Setenv("XTABLES_LOCKFILE", "/run/xtables.lock")
+		work := make(chan *netnstest.NS)
+		var workers sync.WaitGroup
+		for range 4 {
+			workers.Go(func() {
+				for ns := range work {
+					if err := live(within(t), b, ns.Runner()); err != nil {
+						t.Error(err)
+					}
+				}
+			})
+		}
+		for range 50 {
+			work <- netnstest.New(t)
+		}
+		close(work)
+		workers.Wait()
+	})
+}
+
+// live takes a pod through its life.
+func live(ctx context.Context, b *Backend, run redirection.Runner) error {
+	opts := redirection.DefaultOptions()
+	_, applyErr := b.Apply(ctx, run, opts)
+	_, replaceErr := b.Apply(ctx, run, opts)
+	_, differences, verifyErr := b.Verify(ctx, run, opts)
+	_, foreignErr := b.RemoveForeign(ctx, run)
+	_, otherErr := b.RemoveOther(ctx, run)
+	removeErr := b.Remove(ctx, run)
+	err := errors.Join(applyErr, replaceErr, verifyErr, foreignErr, otherErr, removeErr)
+	if err == nil && len(differences) > 0 {
+		err = fmt.Errorf("%d differences: %s", len(differences), differences[0])
 	}
-	lock, err := os.OpenFile("/run/xtables.lock", os.O_CREATE|os.O_RDONLY, 0o600)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer lock.Close()
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
-		t.Fatal(err)
-	}
-	t.Setenv("XTABLES_LOCKFILE", lock.Name())
-	apply(t, b, ns, redirection.DefaultOptions(), redirection.DualStack)
-	remove(t, b, ns)
+	return err
 }
 
 // TestChildren counts the children of each operation: that is its cost.
@@ -93,26 +114,34 @@ func TestChildren(t *testing.T) {
 // names, without the variant, in the file returned.
 func wrapPrograms(t *testing.T, variant Variant) string {
 	t.Helper()
-	dir := t.TempDir()
-	record := filepath.Join(dir, "record")
+	record := filepath.Join(t.TempDir(), "record")
 	if err := os.WriteFile(record, nil, 0o644); err != nil {
 		t.Fatal(err)
 	}
+	putInFront(t, variant, func(name, path string) string {
+		return fmt.Sprintf("echo %s >>%s\nexec %s \"$@\"\n", name, record, path)
+	})
+	return record
+}
+
+// putInFront makes a script for each of a variant's programs that [New] then
+// finds. It gets the program's name without the variant, and its path.
+func putInFront(t *testing.T, variant Variant, script func(name, path string) string) {
+	t.Helper()
+	dir := t.TempDir()
 	for _, prefix := range []string{"iptables-", "ip6tables-"} {
 		for _, what := range []string{"restore", "save"} {
 			name := prefix + string(variant) + "-" + what
 			path, err := exec.LookPath(filepath.Join("/usr/sbin", name))
 			if err != nil {
-				t.Fatal(err)
+				t.Skip(err)
 			}
-			script := fmt.Sprintf("#!/bin/sh\necho %s >>%s\nexec %s \"$@\"\n", prefix+what, record, path)
-			if err := os.WriteFile(filepath.Join(dir, name), []byte(script), 0o755); err != nil {
+			if err := os.WriteFile(filepath.Join(dir, name), []byte("#!/bin/sh\n"+script(prefix+what, path)), 0o755); err != nil {
 				t.Fatal(err)
 			}
 		}
 	}
 	t.Setenv("PATH", dir+string(os.PathListSeparator)+os.Getenv("PATH"))
-	return record
 }
 
 // TestDetectSaysWhy: with programs that fail, the error names every variant's

@@ -36,7 +36,8 @@ func pick(chains []string, match func(string) bool) []string {
 }
 
 // HasLegacy reports whether x_tables has chains of somebody's in a pod's netns. It
-// reads only, takes no child process where x_tables has no tables, and makes none.
+// reads only, takes no child process where the tables of x_tables are empty or
+// there are none, and makes none.
 func HasLegacy(ctx context.Context, run redirection.Runner, whose Whose) (bool, error) {
 	for _, family := range redirection.DualStack.Each() {
 		_, got, err := readLegacy(ctx, run, family)
@@ -74,6 +75,9 @@ func RemoveLegacy(ctx context.Context, run redirection.Runner, whose Whose) (fou
 func readLegacy(ctx context.Context, run redirection.Runner, family redirection.Families) (Programs, Saved, error) {
 	tables, err := LegacyTables(run, family)
 	if err != nil || len(tables) == 0 {
+		return Programs{}, nil, err
+	}
+	if empty, err := tablesAreEmpty(run, family, tables); err != nil || empty {
 		return Programs{}, nil, err
 	}
 	programs, err := legacyPrograms(ctx, family)
