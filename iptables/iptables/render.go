@@ -85,46 +85,39 @@ func sentence(parts ...string) string {
 // renderMatch spells the conditions as iptables-save does, in its order of
 // options. It takes several rules to say a range of ICMPv6 types.
 func renderMatch(m redirection.Match) []string {
-	var w words
+	var words []string
+	add := func(set, not bool, option, value string) {
+		if set && not {
+			words = append(words, "!")
+		}
+		if set {
+			words = append(words, option, value)
+		}
+	}
 	protocol := protocolName(m.Protocol)
-	w.add(m.Source.Prefix.IsValid(), m.Source.Not, "-s", m.Source.Prefix.String())
-	w.add(m.Destination.Prefix.IsValid(), m.Destination.Not, "-d", m.Destination.Prefix.String())
-	w.add(m.In.Name != "", m.In.Not, "-i", m.In.Name)
-	w.add(m.Out.Name != "", m.Out.Not, "-o", m.Out.Name)
-	w.add(m.Protocol != redirection.AnyProtocol, false, "-p", protocol)
+	add(m.Source.Prefix.IsValid(), m.Source.Not, "-s", m.Source.Prefix.String())
+	add(m.Destination.Prefix.IsValid(), m.Destination.Not, "-d", m.Destination.Prefix.String())
+	add(m.In.Name != "", m.In.Not, "-i", m.In.Name)
+	add(m.Out.Name != "", m.Out.Not, "-o", m.Out.Name)
+	add(m.Protocol != redirection.AnyProtocol, false, "-p", protocol)
 	source, destination := m.SourcePort.Ports != redirection.PortRange{}, m.DestinationPort.Ports != redirection.PortRange{}
-	w.add(source || destination || m.WithoutSYN, false, "-m", protocol)
-	w.add(source, m.SourcePort.Not, "--sport", portRange(m.SourcePort.Ports))
-	w.add(destination, m.DestinationPort.Not, "--dport", portRange(m.DestinationPort.Ports))
-	w.add(m.WithoutSYN, true, "--tcp-flags", "SYN SYN")
-	w.add(m.PacketMark.Mark.Mask != 0, false, "-m", "mark")
-	w.add(m.PacketMark.Mark.Mask != 0, m.PacketMark.Not, "--mark", m.PacketMark.Mark.String())
-	w.add(m.ConnMark.Mark.Mask != 0, false, "-m", "connmark")
-	w.add(m.ConnMark.Mark.Mask != 0, m.ConnMark.Not, "--mark", m.ConnMark.Mark.String())
+	add(source || destination || m.WithoutSYN, false, "-m", protocol)
+	add(source, m.SourcePort.Not, "--sport", portRange(m.SourcePort.Ports))
+	add(destination, m.DestinationPort.Not, "--dport", portRange(m.DestinationPort.Ports))
+	add(m.WithoutSYN, true, "--tcp-flags", "SYN SYN")
+	add(m.PacketMark.Mark.Mask != 0, false, "-m", "mark")
+	add(m.PacketMark.Mark.Mask != 0, m.PacketMark.Not, "--mark", m.PacketMark.Mark.String())
+	add(m.ConnMark.Mark.Mask != 0, false, "-m", "connmark")
+	add(m.ConnMark.Mark.Mask != 0, m.ConnMark.Not, "--mark", m.ConnMark.Mark.String())
 	if m.ICMPType.First == 0 {
-		return []string{w.String()}
+		return []string{sentence(words...)}
 	}
 	var texts []string
 	for kind := int(m.ICMPType.First); kind <= int(m.ICMPType.Last); kind++ {
-		texts = append(texts, sentence(w.String(), "-m icmp6 --icmpv6-type", strconv.Itoa(kind)))
+		texts = append(texts, sentence(sentence(words...), "-m icmp6 --icmpv6-type", strconv.Itoa(kind)))
 	}
 	return texts
 }
-
-// words collects the options of a rule.
-type words []string
-
-func (w *words) add(set, not bool, option, value string) {
-	if set && not {
-		*w = append(*w, "!")
-	}
-	if set {
-		*w = append(*w, option, value)
-	}
-}
-
-// String joins the words by blanks.
-func (w *words) String() string { return strings.Join(*w, " ") }
 
 func protocolName(p redirection.Protocol) string {
 	if p == redirection.ICMPv6 {
