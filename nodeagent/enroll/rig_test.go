@@ -93,7 +93,7 @@ func newRig(t *testing.T, opts ...option) *rig {
 	}})
 	must(t, err)
 	cfg := enroll.Config{
-		Host: host, Pins: pins, Pods: pods, Inventory: pods, Finder: finder, Records: store, Policy: policy(t), Defaults: workload.Defaults(defaults), TrustDomain: td,
+		Host: host, Pins: pins, Pods: pods, Inventory: pods, Finder: finder, Records: store, Policy: policy(t), Defaults: workload.Defaults{Redirection: defaults}, TrustDomain: td,
 		Redirection: rules, BackendName: "nftables", Predecessors: predecessors{rules}, Probes: probes,
 		Identities: fetcher, Fetched: fetcher.Identities, Registered: registered(fetcher), NodeProxy: proxies, ProxySet: proxies,
 		ExistingConnections: enroll.KeepConnections,

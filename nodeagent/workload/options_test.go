@@ -4,6 +4,7 @@ package workload_test
 
 import (
 	"net/netip"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -41,7 +42,7 @@ func TestOptions(t *testing.T) {
 			p := pod("", ambient, annotate(test.annotation, test.value))
 			want := redirection.DefaultOptions()
 			want.RerouteInterfaces = []string{"node0"}
-			defaults := workload.Defaults(want)
+			defaults := workload.Defaults{Redirection: want}
 			if test.want != nil {
 				test.want(&want)
 			}
@@ -79,7 +80,7 @@ func numbered(n int) string {
 func TestOptionsLeaveDefaultsAlone(t *testing.T) {
 	shared := redirection.DefaultOptions()
 	shared.RerouteInterfaces = []string{"node0", "node1"}
-	opts, _ := workload.Options(pod("", ambient), workload.Defaults(shared))
+	opts, _ := workload.Options(pod("", ambient), workload.Defaults{Redirection: shared})
 	opts.RerouteInterfaces[0] = "changed"
 	if shared.RerouteInterfaces[0] != "node0" {
 		t.Error("a pod's options share memory with the defaults")
@@ -91,8 +92,120 @@ func TestOptionsDefaultsCanBeOverriddenBothWays(t *testing.T) {
 	defaults.DNSCapture, defaults.InboundBypass = false, true
 	p := pod("", ambient)
 	p.Annotations = map[string]string{workload.AnnotationDNSCapture: "true", workload.AnnotationBypassInbound: "false"}
-	opts, malformed := workload.Options(p, workload.Defaults(defaults))
+	opts, malformed := workload.Options(p, workload.Defaults{Redirection: defaults})
 	if !opts.DNSCapture || opts.InboundBypass || len(malformed) > 0 {
 		t.Errorf("got %+v, %v", opts, malformed)
+	}
+}
+
+func ranges(bounds ...uint16) (r []redirection.PortRange) {
+	for i := 0; i < len(bounds); i += 2 {
+		r = append(r, redirection.PortRange{First: bounds[i], Last: bounds[i+1]})
+	}
+	return r
+}
+
+func TestExclusions(t *testing.T) {
+	tooMany := "1"
+	for port := 2; port <= redirection.MaxExclusions+1; port++ {
+		tooMany += "," + strconv.Itoa(port)
+	}
+	for _, test := range []struct {
+		name, annotation, value string
+		want                    func(*redirection.Options)
+		problem                 string
+	}{
+		{
+			"inbound ports", workload.AnnotationExcludeInboundPorts, "8080, 9000-9010,8080,",
+			func(o *redirection.Options) { o.ExcludeInboundPorts = ranges(8080, 8080, 9000, 9010) }, "",
+		},
+		{
+			"outbound ports", workload.AnnotationExcludeOutboundPorts, "1,65535,5-5",
+			func(o *redirection.Options) { o.ExcludeOutboundPorts = ranges(1, 1, 65535, 65535, 5, 5) }, "",
+		},
+		{"no ports", workload.AnnotationExcludeOutboundPorts, "", nil, ""},
+		{"port 0", workload.AnnotationExcludeInboundPorts, "80,0", nil, `"0" is neither`},
+		{"port too high", workload.AnnotationExcludeInboundPorts, "65536", nil, `"65536" is neither`},
+		{"signed port", workload.AnnotationExcludeInboundPorts, "+80", nil, `"+80" is neither`},
+		{"named port", workload.AnnotationExcludeInboundPorts, "http", nil, "8000-8010"},
+		{"range backwards", workload.AnnotationExcludeOutboundPorts, "80,9-8", nil, `"9-8"`},
+		{"range without end", workload.AnnotationExcludeOutboundPorts, "9-", nil, `"9-"`},
+		{"range of three", workload.AnnotationExcludeOutboundPorts, "1-2-3", nil, `"1-2-3"`},
+		{"as iptables writes it", workload.AnnotationExcludeOutboundPorts, "8000:8010", nil, "8000-8010"},
+		{"too many ports", workload.AnnotationExcludeOutboundPorts, tooMany, nil, "at most 64"},
+		{
+			"CIDRs", workload.AnnotationExcludeOutboundCIDRs, "10.1.2.3/8, fd00::/8,192.0.2.1/32", func(o *redirection.Options) {
+				o.ExcludeOutboundCIDRs = []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("fd00::/8"), netip.MustParsePrefix("192.0.2.1/32")}
+			}, "",
+		},
+		{"an address", workload.AnnotationExcludeOutboundCIDRs, "10.0.0.1", nil, "no CIDR"},
+		{"prefix too long", workload.AnnotationExcludeOutboundCIDRs, "10.0.0.0/8,10.0.0.0/33", nil, `"10.0.0.0/33"`},
+		{"mapped", workload.AnnotationExcludeOutboundCIDRs, "::ffff:10.0.0.0/104", nil, "no CIDR"},
+		{"everything, by its name elsewhere", workload.AnnotationExcludeOutboundCIDRs, "*", nil, "no CIDR"},
+		{
+			"interfaces", workload.AnnotationExcludeInterfaces, "net1, net2,net1",
+			func(o *redirection.Options) { o.ExcludeInterfaces = []string{"net1", "net2"} }, "",
+		},
+		{"loopback", workload.AnnotationExcludeInterfaces, "net1,lo", nil, "loopback"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			p := pod("", ambient, annotate(test.annotation, test.value))
+			want := redirection.DefaultOptions()
+			if test.want != nil {
+				test.want(&want)
+			}
+			checkOptions(t, p, workload.Defaults{Redirection: redirection.DefaultOptions(), Allowed: workload.AllowableOptions()}, want, test.problem)
+			if test.problem != "" {
+				return
+			}
+			// What an author may not set has no effect, and both are told.
+			checkOptions(t, p, workload.Defaults{Redirection: redirection.DefaultOptions()}, redirection.DefaultOptions(), "--allowed-pod-options")
+		})
+	}
+}
+
+func checkOptions(t *testing.T, p workload.Pod, defaults workload.Defaults, want redirection.Options, problem string) {
+	t.Helper()
+	got, malformed := workload.Options(p, defaults)
+	if got.Key() != want.Key() {
+		t.Errorf("got  %s\nwant %s", got.Key(), want.Key())
+	}
+	if err := got.Validate(); err != nil {
+		t.Errorf("the options do not validate: %v", err)
+	}
+	switch {
+	case problem == "" && len(malformed) > 0:
+		t.Errorf("reported %v", malformed)
+	case problem != "" && (len(malformed) != 1 || !strings.Contains(malformed[0].Problem, problem)):
+		t.Errorf("reported %v, want one about %q", malformed, problem)
+	}
+}
+
+// Each option is allowed by itself.
+func TestAllowedOptions(t *testing.T) {
+	p := pod("", ambient)
+	p.Annotations = map[string]string{
+		workload.AnnotationExcludeInboundPorts: "80", workload.AnnotationExcludeOutboundPorts: "81",
+		workload.AnnotationExcludeOutboundCIDRs: "10.0.0.0/8", workload.AnnotationExcludeInterfaces: "net1",
+	}
+	for _, allowed := range workload.AllowableOptions() {
+		_, malformed := workload.Options(p, workload.Defaults{Redirection: redirection.DefaultOptions(), Allowed: []string{allowed}})
+		if len(malformed) != 3 {
+			t.Errorf("with %s allowed, reported %v, want the three others", allowed, malformed)
+		}
+		for _, m := range malformed {
+			if m.Annotation == "ambientd.io/"+allowed {
+				t.Errorf("%s is refused though it is allowed", allowed)
+			}
+		}
+	}
+}
+
+// An author's long value does not flood the log.
+func TestMalformedIsShort(t *testing.T) {
+	p := pod("", ambient, annotate(workload.AnnotationDNSCapture, strings.Repeat("x", 100_000)))
+	_, malformed := workload.Options(p, workload.Defaults{Redirection: redirection.DefaultOptions()})
+	if len(malformed) != 1 || len(malformed[0].String()) > 400 {
+		t.Errorf("reported in %d bytes", len(malformed[0].String()))
 	}
 }
