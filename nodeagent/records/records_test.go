@@ -319,10 +319,7 @@ func TestDirectoryGone(t *testing.T) {
 // A record that does not fit leaves the older one as it is, and nothing else behind.
 func TestDiskFull(t *testing.T) {
 	netnstest.Require(t)
-	dir := filepath.Join("/run", "records-"+t.Name())
-	if err := os.Mkdir(dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	dir := t.TempDir()
 	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=128k"); err != nil {
 		t.Fatal(err)
 	}
