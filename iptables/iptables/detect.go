@@ -37,10 +37,6 @@ const (
 	RepairAllow OnRepair = "allow"
 )
 
-// defaultHostLockWait is how long work in the host's netns waits for x_tables'
-// lock: kube-proxy holds it for seconds on large clusters.
-const defaultHostLockWait = 5 * time.Second
-
 // Config is what a Backend is made from. The zero value is usable except for the
 // Variant, which only [Detect] can do without.
 type Config struct {
@@ -49,7 +45,7 @@ type Config struct {
 	// OnRepair is RepairDrop unless set.
 	OnRepair OnRepair
 	// HostLockWait bounds the wait for x_tables' lock in the host's netns, in whole
-	// seconds; 5 s unless set. Work inside pods never waits for it.
+	// seconds; [xtables.HostLockWait] unless set. Work inside pods never waits for it.
 	HostLockWait time.Duration
 }
 
@@ -63,7 +59,7 @@ func (c Config) complete() (Config, error) {
 		return Config{}, fmt.Errorf("on repair: %q is neither %q nor %q", c.OnRepair, RepairDrop, RepairAllow)
 	}
 	if c.HostLockWait == 0 {
-		c.HostLockWait = defaultHostLockWait
+		c.HostLockWait = xtables.HostLockWait
 	}
 	if c.HostLockWait < 0 {
 		return Config{}, fmt.Errorf("wait for the host's lock: %s is negative", c.HostLockWait)

@@ -326,7 +326,7 @@ func (b *Backend) RemoveOtherFromHost(ctx context.Context, run redirection.Runne
 		return xtables.RemoveLegacyFromHost(ctx, run, xtables.Ours, b.config.HostLockWait)
 	})
 	if b.legacy() {
-		variant = b.native.RemoveOther
+		variant = b.native.RemoveNFTChains
 	}
 	return b.each(ctx, run, "removing another backend's rule from the host", variant,
 		func(ctx context.Context, run redirection.Runner) (bool, error) {

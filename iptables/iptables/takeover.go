@@ -30,13 +30,13 @@ type part func(ctx context.Context, run redirection.Runner) (bool, error)
 // HasForeign reports whether the pod's netns holds rules of another ambient agent,
 // by whatever means they were made. It reads only, and makes no table by that.
 func (b *Backend) HasForeign(ctx context.Context, run redirection.Runner) (bool, error) {
-	return b.first(ctx, run, "looking for another agent's rules", b.native.HasForeign, inLegacy(xtables.HasLegacy, xtables.Foreign))
+	return b.native.HasForeign(ctx, run)
 }
 
 // RemoveForeign takes such rules out of the pod's netns and leaves everybody
 // else's. It reports whether there were any.
 func (b *Backend) RemoveForeign(ctx context.Context, run redirection.Runner) (bool, error) {
-	return b.each(ctx, run, "removing another agent's rules", b.native.RemoveForeign, inLegacy(xtables.RemoveLegacy, xtables.Foreign))
+	return b.native.RemoveForeign(ctx, run)
 }
 
 // HasOther reports whether the pod's netns holds rules of our own by another means
@@ -45,7 +45,7 @@ func (b *Backend) RemoveForeign(ctx context.Context, run redirection.Runner) (bo
 func (b *Backend) HasOther(ctx context.Context, run redirection.Runner) (bool, error) {
 	variant := inLegacy(xtables.HasLegacy, xtables.Ours)
 	if b.legacy() {
-		variant = b.native.HasOther
+		variant = b.native.HasNFTChains
 	}
 	return b.first(ctx, run, "looking for rules of another backend", b.native.HasTable, variant)
 }
@@ -55,19 +55,16 @@ func (b *Backend) HasOther(ctx context.Context, run redirection.Runner) (bool, e
 func (b *Backend) RemoveOther(ctx context.Context, run redirection.Runner) (bool, error) {
 	variant := inLegacy(xtables.RemoveLegacy, xtables.Ours)
 	if b.legacy() {
-		variant = b.native.RemoveOther
+		variant = b.native.RemoveNFTChains
 	}
 	return b.each(ctx, run, "removing rules of another backend", b.native.RemoveTable, variant)
 }
 
 // RemoveForeignFromHost takes the rule that other agents have for probes out of
-// the host's netns. It waits for x_tables' lock as long as the configuration
-// allows.
+// the host's netns. Where that is in x_tables, it waits for their lock, up to
+// [xtables.HostLockWait].
 func (b *Backend) RemoveForeignFromHost(ctx context.Context, run redirection.Runner) (bool, error) {
-	return b.each(ctx, run, "removing another agent's rules from the host", b.native.RemoveForeign,
-		func(ctx context.Context, run redirection.Runner) (bool, error) {
-			return xtables.RemoveLegacyFromHost(ctx, run, xtables.Foreign, b.config.HostLockWait)
-		})
+	return b.native.RemoveForeignFromHost(ctx, run)
 }
 
 func inLegacy(what func(context.Context, redirection.Runner, xtables.Whose) (bool, error), whose xtables.Whose) part {

@@ -12,38 +12,47 @@ import (
 
 	"ambientd/iptables/rawnetlink"
 	"ambientd/iptables/redirection"
+	"ambientd/iptables/xtables"
 )
 
-// HasForeign reports whether the namespace that run enters holds chains or tables of another ambient agent, as far as
-// nf_tables knows: native tables, and what iptables-nft made. It reads only, and creates nothing.
+// HasForeign reports whether the namespace that run enters holds chains or tables of another ambient agent: native ones,
+// and what iptables made, of either variant. It reads only, creates nothing, and takes a child process only where the
+// tables of x_tables hold something.
 func (b *Backend) HasForeign(ctx context.Context, run redirection.Runner) (bool, error) {
 	found, err := b.has(ctx, run, foreign())
+	if err == nil && !found {
+		found, err = xtables.HasLegacy(ctx, run, xtables.Foreign)
+	}
 	if err != nil {
 		return false, fmt.Errorf("looking for another agent's rules (nftables): %w", err)
 	}
 	return found, nil
 }
 
-// RemoveForeign deletes what [Backend.HasForeign] reports, in one transaction: the other agent's tables, its chains, the
-// rules that jump to them, and tables of iptables' own layout that hold nothing after that. It reports whether there was
-// any. Its policy rules and routes are no matter here: [Backend.Apply] takes those for ours that are the same, and
-// deletes the others.
+// RemoveForeign deletes what [Backend.HasForeign] reports, that of nf_tables in one transaction: the other agent's
+// tables, its chains, the rules that jump to them, and tables of iptables' own layout that hold nothing after that. It
+// reports whether there was any. Its policy rules and routes are no matter here: [Backend.Apply] takes those for ours that
+// are the same, and deletes the others.
 //
 // On a pod with live connections, ours go in first and theirs go out after. Our NAT chains come before theirs, and NAT is
 // decided once per connection, so each new connection is redirected once throughout; and a namespace whose last NAT chain
 // goes loses the translation of connections that are established.
 func (b *Backend) RemoveForeign(ctx context.Context, run redirection.Runner) (bool, error) {
 	found, err := b.removeOthers(ctx, run, foreign())
-	if err != nil {
-		return found, fmt.Errorf("removing another agent's rules (nftables): %w", err)
+	legacy, legacyErr := xtables.RemoveLegacy(ctx, run, xtables.Foreign)
+	if err := errors.Join(err, legacyErr); err != nil {
+		return found || legacy, fmt.Errorf("removing another agent's rules (nftables): %w", err)
 	}
-	return found, nil
+	return found || legacy, nil
 }
 
-// HasOther reports whether the namespace that run enters holds rules that our own iptables backend made with iptables-nft.
-// It reads only, and creates nothing.
+// HasOther reports whether the namespace that run enters holds rules that our own iptables backend made, with either
+// variant. It reads only, as [Backend.HasForeign] does.
 func (b *Backend) HasOther(ctx context.Context, run redirection.Runner) (bool, error) {
-	found, err := b.has(ctx, run, ownChains())
+	found, err := b.HasNFTChains(ctx, run)
+	if err == nil && !found {
+		found, err = xtables.HasLegacy(ctx, run, xtables.Ours)
+	}
 	if err != nil {
 		return false, fmt.Errorf("looking for rules of the iptables backend (nftables): %w", err)
 	}
@@ -53,11 +62,45 @@ func (b *Backend) HasOther(ctx context.Context, run redirection.Runner) (bool, e
 // RemoveOther deletes what [Backend.HasOther] reports, as [Backend.RemoveForeign] does, and reports whether there was any.
 // The policy rules and routes stay: both backends use the same ones.
 func (b *Backend) RemoveOther(ctx context.Context, run redirection.Runner) (bool, error) {
-	found, err := b.removeOthers(ctx, run, ownChains())
-	if err != nil {
-		return found, fmt.Errorf("removing rules of the iptables backend (nftables): %w", err)
+	found, err := b.RemoveNFTChains(ctx, run)
+	legacy, legacyErr := xtables.RemoveLegacy(ctx, run, xtables.Ours)
+	if err := errors.Join(err, legacyErr); err != nil {
+		return found || legacy, fmt.Errorf("removing rules of the iptables backend (nftables): %w", err)
 	}
-	return found, nil
+	return found || legacy, nil
+}
+
+// RemoveForeignFromHost does what [Backend.RemoveForeign] does in the host's namespace, which run enters: other agents have
+// a rule for probes there. Where that is in x_tables, it waits for their lock, up to [xtables.HostLockWait].
+func (b *Backend) RemoveForeignFromHost(ctx context.Context, run redirection.Runner) (bool, error) {
+	found, err := b.removeOthers(ctx, run, foreign())
+	legacy, legacyErr := xtables.RemoveLegacyFromHost(ctx, run, xtables.Foreign, xtables.HostLockWait)
+	if err := errors.Join(err, legacyErr); err != nil {
+		return found || legacy, fmt.Errorf("removing another agent's rules from the host (nftables): %w", err)
+	}
+	return found || legacy, nil
+}
+
+// RemoveOtherFromHost takes out of the host's namespace what our iptables backend has left there, of either variant: its
+// rule. It reports whether there was one. Its sets stay: without the rule they do nothing.
+func (b *Backend) RemoveOtherFromHost(ctx context.Context, run redirection.Runner) (bool, error) {
+	found, err := b.RemoveNFTChains(ctx, run)
+	legacy, legacyErr := xtables.RemoveLegacyFromHost(ctx, run, xtables.Ours, xtables.HostLockWait)
+	if err := errors.Join(err, legacyErr); err != nil {
+		return found || legacy, fmt.Errorf("removing the iptables backend's rule from the host (nftables): %w", err)
+	}
+	return found || legacy, nil
+}
+
+// HasNFTChains reports whether the namespace that run enters holds rules that our iptables backend made with iptables-nft.
+// It is for that backend where it uses the other variant.
+func (b *Backend) HasNFTChains(ctx context.Context, run redirection.Runner) (bool, error) {
+	return b.has(ctx, run, ownChains())
+}
+
+// RemoveNFTChains deletes what [Backend.HasNFTChains] reports, and reports whether there was any.
+func (b *Backend) RemoveNFTChains(ctx context.Context, run redirection.Runner) (bool, error) {
+	return b.removeOthers(ctx, run, ownChains())
 }
 
 // HasTable reports whether the namespace that run enters holds our table. It reads only.

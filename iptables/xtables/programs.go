@@ -22,6 +22,10 @@ import (
 // any number of rules of its own.
 const maxSave = 4 << 20
 
+// HostLockWait is how long work in the host's netns waits for x_tables' lock where
+// nothing else is configured: kube-proxy holds it for seconds on large clusters.
+const HostLockWait = 5 * time.Second
+
 // Variant names one flavour of the programs by what stands between "iptables-"
 // and "restore" in their names.
 type Variant string
