@@ -55,6 +55,15 @@ func otherProbes(o *redirection.Options) {
 	o.ProbeSourceIPv4, o.ProbeSourceIPv6 = netip.MustParseAddr("169.254.7.128"), netip.MustParseAddr("fd16::128")
 }
 
+// exclude excludes a port in each direction, one of them in a range, a network of
+// each family, and an interface.
+func exclude(o *redirection.Options) {
+	o.ExcludeInboundPorts = []redirection.PortRange{{First: tcpPort - 80, Last: tcpPort}}
+	o.ExcludeOutboundPorts = []redirection.PortRange{{First: strayPort, Last: strayPort + 9}, redirection.SinglePort(redirection.DNSPort)}
+	o.ExcludeOutboundCIDRs = []netip.Prefix{netip.MustParsePrefix("203.0.113.0/24"), netip.MustParsePrefix("2001:db8::/64")}
+	o.ExcludeInterfaces = []string{"vm0"}
+}
+
 // flows is the table. What it says is the contract with the node proxy; the rows
 // are those of package redirection.
 func flows() []flow {
@@ -132,6 +141,44 @@ func flows() []flow {
 		{name: "another machine, with a VM", rows: []int{5}, opts: with(reroute),
 			from: peer, protocol: "tcp", to: pod, port: tcpPort, at: "proxy inbound", bare: "app"},
 
+		// What a pod excludes.
+		{name: "plaintext to an excluded port", rows: []int{15}, opts: with(exclude),
+			from: peer, protocol: "tcp", to: pod, port: tcpPort, at: "app", bare: "app"},
+		{name: "plaintext to the port beyond an excluded range", rows: []int{5}, opts: with(exclude),
+			from: peer, protocol: "tcp", to: pod, port: strayPort, at: "proxy inbound", bare: "stray"},
+		{name: "HBONE to a pod with exclusions", opts: with(exclude),
+			from: peer, protocol: "tcp", to: pod, port: hbonePort, at: "proxy hbone", bare: "proxy hbone"},
+		{name: "app to an excluded port", rows: []int{17}, opts: with(exclude),
+			from: pod, protocol: "tcp", to: peer, port: strayPort, at: "peer", bare: "peer"},
+		{name: "app to the port before an excluded range", rows: []int{13}, opts: with(exclude),
+			from: pod, protocol: "tcp", to: peer, port: tcpPort, at: "proxy outbound", bare: "peer"},
+		{name: "app to an excluded network", rows: []int{18}, opts: with(exclude),
+			from: pod, protocol: "tcp", to: outside, port: tcpPort, at: "peer", bare: "peer"},
+		{name: "VM on an excluded interface", rows: []int{14}, opts: with(exclude),
+			from: vm, protocol: "tcp", to: pod, port: strayPort, at: "stray", bare: "stray"},
+		{name: "VM on an excluded interface to another machine", rows: []int{14}, opts: with(exclude),
+			from: vm, protocol: "tcp", to: peer, port: strayPort, at: "peer", bare: "peer"},
+		{name: "app to a VM on an excluded interface", rows: []int{16}, opts: with(exclude),
+			from: pod, protocol: "tcp", to: vm, port: tcpPort, at: "vm", bare: "vm"},
+		{name: "app to a VM", rows: []int{13}, opts: standard,
+			from: pod, protocol: "tcp", to: vm, port: tcpPort, at: "proxy outbound", bare: "vm"},
+		{name: "VM on an interface that is excluded and rerouted", rows: []int{1}, opts: with(exclude, reroute),
+			from: vm, protocol: "tcp", to: peer, port: tcpPort, at: "proxy outbound", bare: "peer"},
+		{name: "app to its own address, an excluded inbound port", rows: []int{12}, opts: with(exclude),
+			from: pod, protocol: "tcp", to: pod, port: tcpPort, at: "app", bare: "app"},
+		{name: "probe of an excluded port", opts: with(exclude),
+			from: probe, protocol: "tcp", to: pod, port: tcpPort, at: "app", bare: "app"},
+		{name: "DNS over TCP, port excluded", rows: []int{8}, opts: with(exclude),
+			from: pod, protocol: "tcp", to: peer, port: dnsPort, at: "proxy dns", bare: "peer dns"},
+		{name: "DNS over UDP, port excluded", rows: []int{7}, opts: with(exclude),
+			from: pod, protocol: "udp", to: peer, port: dnsPort, at: "proxy dns", bare: "peer dns"},
+		{name: "DNS over TCP to an excluded network", rows: []int{8}, opts: with(exclude),
+			from: pod, protocol: "tcp", to: outside, port: dnsPort, at: "proxy dns", bare: "peer dns"},
+		{name: "DNS over TCP, port excluded, capture off", rows: []int{17}, opts: with(exclude, noDNS),
+			from: pod, protocol: "tcp", to: peer, port: dnsPort, at: "peer dns", bare: "peer dns"},
+		{name: "UDP of the app, with exclusions", opts: with(exclude),
+			from: pod, protocol: "udp", to: peer, port: udpPort, at: "peer", bare: "peer"},
+
 		// DNS.
 		{name: "DNS over UDP", rows: []int{7}, opts: standard,
 			from: pod, protocol: "udp", to: peer, port: dnsPort, at: "proxy dns", bare: "peer dns"},
@@ -176,8 +223,8 @@ func (fl flow) want(at string) outcome {
 		return outcome{at: at, from: pod, original: nowhere}
 	}
 	o := outcome{at: at, from: fl.from, original: fl.to}
-	// Only TCP has SO_ORIGINAL_DST, and the peer has no connection tracking.
-	if fl.protocol != "tcp" || strings.HasPrefix(at, "peer") {
+	// Only TCP has SO_ORIGINAL_DST, and peer and VM have no connection tracking.
+	if fl.protocol != "tcp" || strings.HasPrefix(at, "peer") || at == "vm" {
 		o.original = nowhere
 	}
 	return o

@@ -101,6 +101,7 @@ func newNetwork(t *testing.T, prepare func() error) *network {
 	n.startProxy(t)
 	n.startPod(t)
 	n.startPeer(t)
+	n.startVM(t)
 	return n
 }
 
@@ -178,6 +179,13 @@ func (n *network) startPeer(t *testing.T) {
 			n.serveUDP(t, n.peer, netip.AddrPortFrom(a, udpPort), "peer")
 			n.serveUDP(t, n.peer, netip.AddrPortFrom(a, redirection.DNSPort), "peer dns")
 		}
+	}
+}
+
+// startVM starts a server in the virtual machine.
+func (n *network) startVM(t *testing.T) {
+	for _, f := range n.families() {
+		n.serveTCP(t, n.vm, netip.AddrPortFrom(n.addr(vm, f), tcpPort), "vm")
 	}
 }
 

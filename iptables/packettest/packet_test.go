@@ -26,30 +26,70 @@ func TestMain(m *testing.M) { os.Exit(netnstest.Main(m)) }
 
 // backend is what both backends are.
 type backend interface {
+	podRules
+	othersRules
+	hostRule
+}
+
+type podRules interface {
 	Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, error)
 	Verify(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, []redirection.Difference, error)
 	Remove(ctx context.Context, run redirection.Runner) error
 }
 
-// eachBackend runs test with every backend, and variant of one, that this system
-// has.
-func eachBackend(t *testing.T, test func(t *testing.T, b backend)) {
-	t.Run("nftables", func(t *testing.T) {
-		netnstest.Require(t)
+type othersRules interface {
+	HasForeign(ctx context.Context, run redirection.Runner) (bool, error)
+	RemoveForeign(ctx context.Context, run redirection.Runner) (bool, error)
+	RemoveOther(ctx context.Context, run redirection.Runner) (bool, error)
+}
+
+type hostRule interface {
+	EnsureHost(ctx context.Context, run redirection.Runner, opts redirection.HostOptions) error
+	SetEntries(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entries []redirection.HostEntry) error
+}
+
+// Names of the backends, and of the variants of one.
+const (
+	onNFTables = "nftables"
+	onNFT      = "iptables-nft"
+	onLegacy   = "iptables-legacy"
+)
+
+func backendNames() []string { return []string{onNFTables, onNFT, onLegacy} }
+
+// newBackend skips the test where this system has no such backend.
+func newBackend(t *testing.T, name string) backend {
+	t.Helper()
+	netnstest.Require(t)
+	if name == onNFTables {
 		b, err := nftables.New()
 		if err != nil {
 			t.Fatal(err)
 		}
-		test(t, b)
-	})
-	for _, variant := range []iptables.Variant{iptables.NFTables, iptables.Legacy} {
-		t.Run("iptables-"+string(variant), func(t *testing.T) {
-			netnstest.Require(t)
-			b, err := iptables.New(t.Context(), iptables.Config{Variant: variant})
-			if err != nil {
-				t.Skip(err)
-			}
-			test(t, b)
+		return b
+	}
+	b, err := iptables.New(t.Context(), iptables.Config{Variant: variantOf(name)})
+	if err != nil {
+		t.Skip(err)
+	}
+	return b
+}
+
+func variantOf(name string) iptables.Variant {
+	if name == onLegacy {
+		return iptables.Legacy
+	}
+	return iptables.NFTables
+}
+
+// eachBackend runs test with every backend, and variant of one, at the same time:
+// each test has namespaces of its own.
+func eachBackend(t *testing.T, test func(t *testing.T, b backend)) {
+	t.Parallel()
+	for _, name := range backendNames() {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			test(t, newBackend(t, name))
 		})
 	}
 }
@@ -119,6 +159,7 @@ func TestWithoutRedirection(t *testing.T) {
 			}
 		}
 	}
+	t.Parallel()
 	t.Run("never", func(t *testing.T) {
 		netnstest.Require(t)
 		bare(t, newNetwork(t, nil))
