@@ -49,6 +49,9 @@ type surveyed struct {
 // agent may touch, and reads the addresses in it. All cost one visit, from one netns to
 // the next, in which sockets are opened; the questions are asked from outside.
 func (s *surveyor) survey(files ...*os.File) []surveyed {
+	if len(files) == 0 {
+		return nil
+	}
 	all := make([]surveyed, len(files))
 	for i, file := range files {
 		all[i] = surveyed{file: file, socket: -1, err: checkNetns(file)}

@@ -547,6 +547,60 @@ func TestFindStoppedAnywhere(t *testing.T) {
 	}
 }
 
+// hooked is a context that calls a function whenever it is looked at.
+type hooked struct {
+	context.Context
+
+	hook func()
+}
+
+func (h hooked) Err() error {
+	h.hook()
+	return h.Context.Err()
+}
+
+// The process that was to lead to the pod's netns has ended before it could: another one does.
+func TestFindProcessEndsMeanwhile(t *testing.T) {
+	n := newNode(t)
+	own := n.netns("10.0.0.1")
+	var pids []string
+	for i := range 1200 {
+		n.process(netnstest.Self(t), "/init.scope")
+		if i == 600 { // whichever way the directory is read
+			pids = []string{n.process(own, podCgroup(uid1)), n.process(own, podCgroup(uid1))}
+		}
+	}
+	// In the order that the finder will meet them.
+	dir, err := os.Open(n.proc)
+	n.must(err)
+	defer dir.Close()
+	names, err := dir.Readdirnames(-1)
+	n.must(err)
+	slices.SortFunc(pids, func(a, b string) int { return slices.Index(names, a) - slices.Index(names, b) })
+	looks := 0
+	ctx := hooked{t.Context(), func() {
+		// Once for the records, then for every 256th process: by the fifth time the pass has
+		// met the pod's, and has not come to its end.
+		if looks++; looks == 5 {
+			n.must(os.Remove(filepath.Join(n.proc, pids[0], "ns", "net")))
+		}
+	}}
+	found, missing := n.finder().Find(ctx, []podnetns.Wanted{wantedPod(uid1, "10.0.0.1")})
+	if found[uid1] == nil || looks < 6 {
+		t.Fatalf("missing %v after %d looks", missing, looks)
+	}
+	n.must(found[uid1].Close())
+}
+
+func TestFindWithoutUID(t *testing.T) {
+	n := newNode(t)
+	n.process(n.netns("10.0.0.1"), "/init.scope")
+	found, missing := n.finder().Find(t.Context(), []podnetns.Wanted{wantedPod("", "10.0.0.1"), wantedPod(uid1, "10.0.0.2")})
+	if len(found) > 0 || len(missing) != 2 || !strings.Contains(missing[""].Error(), "without UID") {
+		t.Errorf("found %v, missing %v", found, missing)
+	}
+}
+
 func TestFindWantedTwice(t *testing.T) {
 	n := newNode(t)
 	own := n.netns("10.0.0.1")

@@ -44,8 +44,9 @@ type group struct {
 	uids []string // of the pods whose processes were
 
 	// By whoever judges candidates.
-	claimed   bool // a wanted pod has a claim to the netns
-	contested bool // another wanted pod's addresses are in it too
+	judged    []string // UIDs of the pods that it was judged for
+	claimed   bool     // one of them has a claim to the netns
+	contested bool     // another wanted pod's addresses are in it too
 }
 
 // processes is a pass over a proc file system.
@@ -77,7 +78,8 @@ type candidate struct {
 // process, and usually one a netns.
 //
 // While the pass goes on, a second goroutine judges what it has come upon: looking into
-// a netns costs several times what looking at a process does.
+// a netns costs several times what looking at a process does, so that with two CPUs many
+// pods take hardly longer than one.
 func (s *search) fromProcesses(ctx context.Context) error {
 	procs, err := openProcesses(s.procRoot, s.host)
 	if err != nil {
@@ -90,17 +92,15 @@ func (s *search) fromProcesses(ctx context.Context) error {
 		return err
 	}
 	anyOpen := s.anyOpen()
-	return s.judging(func(found func(candidate)) error {
-		for _, g := range procs.order {
-			if !g.contested && (!anyOpen || g.claimed) {
-				continue
-			}
-			if err := s.examineRest(ctx, g, found); err != nil {
-				return err
-			}
+	for _, g := range procs.order {
+		if !g.contested && (!anyOpen || g.claimed) {
+			continue
 		}
-		return nil
-	})
+		if err := s.examineRest(ctx, g); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // judging runs look, which hands over candidates, and judges them meanwhile. It returns
@@ -140,6 +140,7 @@ func (s *search) judge(batch []candidate) {
 		files, of = append(files, file), append(of, c)
 	}
 	for i, v := range s.surveyor.survey(files...) {
+		of[i].group.judged = append(of[i].group.judged, of[i].pod.UID)
 		if err := s.claimProcess(of[i], v); err != nil {
 			of[i].pod.note("process "+of[i].pid, err)
 		}
@@ -185,8 +186,8 @@ func (s *search) claimProcess(c candidate, v surveyed) error {
 	return nil
 }
 
-// examine looks at one process, and hands it over if it is a wanted pod's, the first one
-// of it in this netns.
+// examine looks at one process, and hands it over if it is a wanted pod's and its netns was
+// not yet judged for that.
 func (s *search) examine(g *group, pid string, found func(candidate)) {
 	// Through a descriptor of its directory, all is of one process: a PID is given again.
 	dir, err := openat(s.procs.dir, pid, unix.O_PATH|unix.O_DIRECTORY)
@@ -197,23 +198,24 @@ func (s *search) examine(g *group, pid string, found func(candidate)) {
 	uid, err := s.procs.podOf(dir)
 	if err != nil {
 		s.procs.skip(err)
-	} else if uid != "" && !slices.Contains(g.uids, uid) {
+	}
+	if uid != "" && !slices.Contains(g.uids, uid) {
 		g.uids = append(g.uids, uid)
-		if p := s.pods[uid]; p != nil && !p.settled {
-			found(candidate{pod: p, pid: pid, dir: dir, group: g})
-			return
-		}
+	}
+	if p := s.pods[uid]; p != nil && !p.settled && !slices.Contains(g.judged, uid) {
+		found(candidate{pod: p, pid: pid, dir: dir, group: g})
+		return
 	}
 	_ = unix.Close(dir) // nothing was written
 }
 
 // examineRest looks at the processes in a netns that were not looked at yet.
-func (s *search) examineRest(ctx context.Context, g *group, found func(candidate)) error {
+func (s *search) examineRest(ctx context.Context, g *group) error {
 	for i, pid := range g.rest {
 		if i%checkContextEvery == 0 && ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		s.examine(g, pid, found)
+		s.examine(g, pid, func(c candidate) { s.judge([]candidate{c}) })
 	}
 	g.rest = nil
 	return nil

@@ -60,6 +60,9 @@ func (f *Finder) newSearch(wanted []Wanted) *search {
 		for _, ip := range w.IPs {
 			p.IPs = append(p.IPs, ip.Unmap().WithZone(""))
 		}
+		if p.UID == "" {
+			p.fail(errors.New("a pod without UID is wanted"))
+		}
 		if slices.ContainsFunc(p.IPs, func(ip netip.Addr) bool { return !ip.IsGlobalUnicast() }) {
 			p.fail(fmt.Errorf("%v are no addresses of a pod", w.IPs))
 		}

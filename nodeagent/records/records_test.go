@@ -417,7 +417,7 @@ func writeForever(dir string) error {
 // one, and what else it left is gone once the next agent has started.
 func TestKilledWhileWriting(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "pods")
-	for round := range 20 {
+	for round := range 10 {
 		cmd := exec.CommandContext(t.Context(), "/proc/self/exe")
 		cmd.Env = append(os.Environ(), writerEnv+"="+dir)
 		cmd.Stderr = os.Stderr
