@@ -78,7 +78,7 @@ func BenchmarkFind(b *testing.B) {
 			n := newNode(b)
 			show := func(ns *netnstest.NS, cgroup string) { n.process(ns, cgroup) }
 			if kind == "real" {
-				show = func(ns *netnstest.NS, cgroup string) { n.sleeper(ns, cgroup) }
+				show = func(ns *netnstest.NS, cgroup string) { n.resident(ns, cgroup) }
 			}
 			wanted := n.fill(show)
 			f := n.finder()

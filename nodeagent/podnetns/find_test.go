@@ -122,21 +122,21 @@ func TestFindProcessesThatEnteredOthers(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			n := newNode(t)
 			own1, own2 := n.netns("10.0.0.1"), n.netns("10.0.0.2")
-			n.sleeper(netnstest.Self(t), podCgroup(uid1))
+			n.resident(netnstest.Self(t), podCgroup(uid1))
 			if test.host2 {
-				n.sleeper(netnstest.Self(t), podCgroup(uid2))
+				n.resident(netnstest.Self(t), podCgroup(uid2))
 			}
 			if test.p2First {
-				n.sleeper(own2, podCgroup(uid2))
+				n.resident(own2, podCgroup(uid2))
 			}
-			n.sleeper(own2, podCgroup(uid1))
-			n.sleeper(own2, podCgroup(uid2))
+			n.resident(own2, podCgroup(uid1))
+			n.resident(own2, podCgroup(uid2))
 			want := map[string]any{uid1: "it holds 10.0.0.2, and not the pod's 10.0.0.1"}
 			if test.wanted2 {
 				want[uid1] = "" // p2's process may be met first, and then p1's is not looked at
 			}
 			if test.p1Alive {
-				n.sleeper(own1, podCgroup(uid1))
+				n.resident(own1, podCgroup(uid1))
 				want[uid1] = own1
 			}
 			wanted := []podnetns.Wanted{wantedPod(uid1, "10.0.0.1")}
@@ -627,7 +627,7 @@ func TestNewFinderRefuses(t *testing.T) {
 func TestFindAmongRealProcesses(t *testing.T) {
 	n := newNode(t)
 	n.proc, n.dirs = podnetns.DefaultProcRoot, podnetns.DefaultNetnsDirs()
-	n.sleeperOf(n.netns("10.0.0.1"))
+	n.realProcess(n.netns("10.0.0.1"))
 	n.check(map[string]any{uid1: "processes leads to it"}, wantedPod(uid1, "10.0.0.1"))
 }
 

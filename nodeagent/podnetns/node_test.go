@@ -3,6 +3,7 @@
 package podnetns_test
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 	"os"
@@ -28,6 +29,7 @@ type node struct {
 	proc   string // the proc root
 	files  string // the directory of netns files
 	dirs   []string
+	life   *os.File // what real processes read; they end when nobody can write to it
 	nextID int
 }
 
@@ -42,6 +44,11 @@ func newNode(tb testing.TB) *node {
 	n.must(os.Mkdir(n.proc, 0o755))
 	n.must(os.Mkdir(n.files, 0o755))
 	n.dirs = []string{n.files}
+	read, write, err := os.Pipe()
+	n.must(err)
+	n.life = read
+	// Even if the test is killed: the writing end is the test's alone.
+	tb.Cleanup(func() { n.must(errors.Join(write.Close(), read.Close())) })
 	return n
 }
 
@@ -107,26 +114,25 @@ func (n *node) cgroup(pid, path string) {
 	n.must(os.WriteFile(filepath.Join(n.proc, pid, "cgroup"), []byte("0::"+path+"\n"), 0o644))
 }
 
-// sleeper starts a real process in the netns, and shows it with a cgroup that it does
+// resident starts a real process in the netns, and shows it with a cgroup that it does
 // not really have.
-func (n *node) sleeper(ns *netnstest.NS, cgroup string) {
+func (n *node) resident(ns *netnstest.NS, cgroup string) {
 	n.tb.Helper()
-	pid := n.sleeperOf(ns)
+	pid := n.realProcess(ns)
 	n.must(os.Mkdir(filepath.Join(n.proc, pid), 0o755))
 	n.must(os.Symlink("/proc/"+pid+"/ns", filepath.Join(n.proc, pid, "ns")))
 	n.cgroup(pid, cgroup)
 }
 
-// sleeperOf starts a real process in the netns and returns its PID.
-func (n *node) sleeperOf(ns *netnstest.NS) string {
+// realProcess starts a real process in the netns and returns its PID.
+func (n *node) realProcess(ns *netnstest.NS) string {
 	n.tb.Helper()
-	cmd := exec.Command("sleep", "3600")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	cmd := exec.Command("cat")
+	cmd.Stdin = n.life
 	ns.Do(n.tb, cmd.Start)
 	n.tb.Cleanup(func() {
-		if err := cmd.Process.Kill(); err == nil {
-			cmd.Wait()
-		}
+		n.must(cmd.Process.Kill())
+		cmd.Wait()
 	})
 	return strconv.Itoa(cmd.Process.Pid)
 }
