@@ -85,7 +85,8 @@ type Wanted struct {
 //   - it is not the host's own, nor held by another pod,
 //   - it holds the pod's addresses: one at least, and no other address in the family of
 //     one that is missing (IPv6 may have been turned off),
-//   - no other wanted pod has an equal claim to it, nor the pod to another netns.
+//   - no other wanted pod has an equal claim to it, and the search has not come upon a
+//     second one for the pod.
 //
 // Every netns is looked at through a descriptor that stays open, so that none is
 // confused with a later one of the same inode number.
