@@ -65,7 +65,7 @@ func runScripts(t *testing.T, dir string) {
 
 // startAgent is the script command "start-agent FLAGS...": it runs ambientd in the
 // background, returns once it is ready, and ends it after the script, by SIGTERM.
-func startAgent(ts *testscript.TestScript, neg bool, args []string) { //nolint:revive // the signature is testscript's
+func startAgent(ts *testscript.TestScript, neg bool, args []string) {
 	if neg {
 		ts.Fatalf("start-agent cannot be negated")
 	}

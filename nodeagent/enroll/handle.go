@@ -48,28 +48,40 @@ func (e *Enroller) Handle(ctx context.Context, req podevent.Request, netns *os.F
 	return reply
 }
 
-// advice is what an operator can do about a step that failed, by its name.
-var advice = map[string]string{
-	stepLookup:      "the runtime tries again; if it goes on, see that the pod source has the pod",
-	stepTurn:        "the runtime tries again; an earlier operation on this pod is still at work or was cancelled",
-	stepNetns:       "see which process made or shares the network namespace; the runtime makes a new one when it tries again",
-	stepIdentity:    "see the pod's service account and the trust domain of the agent",
-	stepRedirection: "see the agent's log, and `ambientd status` for the backend and the reason it was chosen",
-	stepProxy:       "see that the node proxy runs, is connected (`ambientd status`) and what it logs about this pod; the runtime tries again",
-	stepCertificate: "see the CA's log for this identity",
-	stepRecord:      "the runtime tries again",
+// advice is what an operator can do about a step that failed.
+func advice(step string) string {
+	switch step {
+	case stepLookup:
+		return "the runtime tries again; if it goes on, see that the pod source has the pod"
+	case stepTurn:
+		return "the runtime tries again; an earlier operation on this pod is still at work or was cancelled"
+	case stepNetns:
+		return "see which process made or shares the network namespace; the runtime makes a new one when it tries again"
+	case stepIdentity:
+		return "see the pod's service account and the trust domain of the agent"
+	case stepRedirection:
+		return "see the agent's log, and `ambientd status` for the backend and the reason it was chosen"
+	case stepProxy:
+		return "see that the node proxy runs, is connected (`ambientd status`) and what it logs about this pod; the runtime tries again"
+	case stepCertificate:
+		return "see the CA's log for this identity"
+	case stepRecord:
+		return "the runtime tries again"
+	default:
+		return "see the agent's log"
+	}
 }
 
 // cniError is the one place where an error becomes a CNI error code.
 func cniError(req podevent.Request, err error) *podevent.Error {
-	step, next := "", "see the agent's log"
+	step := ""
 	if s := (*StepError)(nil); errors.As(err, &s) {
-		step, next = s.Step, advice[s.Step]
+		step = s.Step
 	}
 	return &podevent.Error{
 		Code:    cniCode(step, err),
 		Msg:     fmt.Sprintf("pod %s: %v", req.Pod, err),
-		Details: next,
+		Details: advice(step),
 	}
 }
 

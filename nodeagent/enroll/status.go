@@ -21,7 +21,18 @@ func (e *Enroller) Pods() []admin.PodStatus {
 	defer e.mu.Unlock()
 	pods := make([]admin.PodStatus, 0, len(e.pods))
 	for uid, p := range e.pods {
-		pods = append(pods, p.status(e.cfg.BackendName, e.cfg.NodeProxy.Acked(uid), certificates[p.identity]))
+		s := p.status(certificates[p.identity])
+		s.Backend = e.cfg.BackendName
+		if !e.cfg.NodeProxy.Acked(uid) {
+			s.Proxy = admin.ProxyPending
+		}
+		switch {
+		case !p.done:
+			s.State = admin.PodEnrolling
+		case s.Proxy == admin.ProxyPending:
+			s.State = admin.PodDegraded
+		}
+		pods = append(pods, s)
 	}
 	slices.SortFunc(pods, func(a, b admin.PodStatus) int {
 		return strings.Compare(a.Namespace+"/"+a.Name+"/"+a.UID, b.Namespace+"/"+b.Name+"/"+b.UID)
@@ -45,29 +56,22 @@ func (e *Enroller) Skipped() []admin.SkippedStatus {
 	return skipped
 }
 
-// status is what an operator sees of the pod; the caller holds Enroller.mu.
-func (p *enrolment) status(backend string, proxyAcked bool, certificate certfetch.IdentityStatus) admin.PodStatus {
+// status is what the enrolment itself knows of the pod; the caller holds Enroller.mu.
+func (p *enrolment) status(certificate certfetch.IdentityStatus) admin.PodStatus {
 	s := admin.PodStatus{
 		Namespace:   p.pod.Namespace,
 		Name:        p.pod.Name,
 		UID:         p.pod.UID,
 		Netns:       p.netns.String(),
 		State:       admin.PodEnrolled,
-		Backend:     backend,
 		Families:    p.families.List(),
 		IPs:         slices.Clone(p.ips),
 		Proxy:       admin.ProxyAcked,
 		Identity:    p.identity.String(),
 		Certificate: admin.CertificateStatus{State: string(certificate.State), NotAfter: certificate.NotAfter},
 	}
-	if !proxyAcked {
-		s.State, s.Proxy = admin.PodDegraded, admin.ProxyPending
-	}
 	if certificate.State == "" { // registered after the fetcher was asked
 		s.Certificate.State = admin.CertificatePending
-	}
-	if !p.done {
-		s.State = admin.PodEnrolling
 	}
 	return s
 }
