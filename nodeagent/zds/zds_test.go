@@ -10,6 +10,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -320,6 +321,29 @@ func TestListenerFailureEndsRun(t *testing.T) {
 	if err := s.Run(t.Context()); !errors.Is(err, net.ErrClosed) {
 		t.Errorf("Run = %v, want the listener's error", err)
 	}
+}
+
+// faulty is a listener that fails with errs before it accepts.
+type faulty struct {
+	net.Listener
+	errs []error // Run's alone
+}
+
+func (l *faulty) Accept() (net.Conn, error) {
+	if len(l.errs) == 0 {
+		return l.Listener.Accept()
+	}
+	err := l.errs[0]
+	l.errs = l.errs[1:]
+	return nil, err
+}
+
+// An agent without a free descriptor must not end over it: it would forget every pod.
+func TestRunOutlivesShortagesOfDescriptors(t *testing.T) {
+	emfile := &net.OpError{Op: "accept", Err: os.NewSyscallError("accept4", syscall.EMFILE)}
+	s := startOn(t, patient, func(l net.Listener) net.Listener { return &faulty{Listener: l, errs: []error{emfile, emfile}} })
+	s.readyPeer(nil)
+	s.add(1)
 }
 
 func TestBadArguments(t *testing.T) {
