@@ -41,6 +41,7 @@ type rig struct {
 	pods    *podMap
 	source  *source
 	fetcher *certfetch.Fetcher
+	proxies *zds.Server
 	rules   enroll.Redirection
 	socket  string
 }
@@ -82,7 +83,7 @@ func newRig(t *testing.T, opts ...option) *rig {
 	}
 	e, err := enroll.New(cfg)
 	must(t, err)
-	return &rig{Enroller: e, pods: pods, source: source, fetcher: fetcher, rules: rules, socket: socket}
+	return &rig{Enroller: e, pods: pods, source: source, fetcher: fetcher, proxies: proxies, rules: rules, socket: socket}
 }
 
 func policy(t *testing.T) workload.Policy {
@@ -114,6 +115,20 @@ func (r *rig) proxy(t *testing.T, script zdstest.Script) *zdstest.Peer {
 	t.Cleanup(func() { must(t, peer.Close()) })
 	must(t, peer.AwaitReady(t.Context()))
 	return peer
+}
+
+// hangUp ends a proxy's connection and waits until the agent knows.
+func (r *rig) hangUp(t *testing.T, peer *zdstest.Peer) {
+	t.Helper()
+	before := len(r.proxies.Peers())
+	must(t, peer.Close())
+	for {
+		changed := r.proxies.Changed()
+		if len(r.proxies.Peers()) < before {
+			return
+		}
+		<-changed
+	}
 }
 
 // meshed puts a pod into the source that the policy selects.

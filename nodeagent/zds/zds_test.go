@@ -262,6 +262,37 @@ func TestAddReplacesTheNetns(t *testing.T) {
 	}
 }
 
+// A pod with a second interface is added once more. Whatever comes of that, the
+// proxy keeps what it has.
+func TestAddAgainNeverTakesThePodAway(t *testing.T) {
+	s := start(t, patient)
+	added := 0
+	peer := s.readyPeer(onAdd(pod(1).UID, func(context.Context, zdstest.Event) zdstest.Answer {
+		if added++; added > 1 {
+			return zdstest.Nack("once is enough")
+		}
+		return zdstest.Ack()
+	}))
+	s.add(1, 1)
+	if n := peer.State().Count(zdstest.Add, pod(1).UID); n != 1 {
+		t.Errorf("the proxy was sent %d adds, want 1", n)
+	}
+
+	s.must(peer.Close())
+	s.await("the proxy is gone", func() bool { return len(s.Peers()) == 0 })
+	soon, cancel := context.WithTimeout(s.ctx, 50*time.Millisecond)
+	defer cancel()
+	if err := s.Add(soon, pod(1), s.netns); !errors.Is(err, zds.ErrNoProxy) || !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("Add = %v, want ErrNoProxy at the context's end", err)
+	}
+	waiting := s.adding(s.ctx, 1)
+	next := s.readyPeer(nil)
+	s.must(s.result(waiting))
+	if _, has := next.State().Pods[pod(1).UID]; !has {
+		t.Error("the next proxy's snapshot lacks the pod")
+	}
+}
+
 func TestNackOfADel(t *testing.T) {
 	s := start(t, patient)
 	s.readyPeer(func(_ context.Context, e zdstest.Event) zdstest.Answer {
