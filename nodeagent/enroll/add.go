@@ -62,7 +62,11 @@ func (e *Enroller) enrol(ctx context.Context, req podevent.Request, pod workload
 		return p, runOn(ctx, e.steps(p, ns, func() { e.commit(req, p) }))
 	}
 	if enrolled {
-		if err := e.leaveSandbox(ctx, p); err != nil {
+		err := e.free(pod.UID, ns)
+		if err == nil {
+			err = e.leaveSandbox(ctx, p)
+		}
+		if err != nil {
 			return nil, errors.Join(&StepError{Step: stepNetns, Err: err}, ns.Close())
 		}
 	}
@@ -75,6 +79,15 @@ func (e *Enroller) enrol(ctx context.Context, req podevent.Request, pod workload
 		return nil, err
 	}
 	return p, nil
+}
+
+// free returns an error if another pod holds the netns. A pod is not to leave the
+// one in which it is enrolled for one that it cannot have.
+func (e *Enroller) free(uid string, ns *podnetns.Netns) error {
+	if other, taken := e.pins.ByKey(ns.Key()); taken && other != uid {
+		return &podnetns.TakenError{Key: ns.Key(), OtherUID: other}
+	}
+	return nil
 }
 
 // prepare notes a pod that is about to be enrolled, so that status shows it.

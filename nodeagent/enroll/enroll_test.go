@@ -182,6 +182,18 @@ func TestWrongNetns(t *testing.T) {
 	want(t, r.Handle(t.Context(), request(podevent.CommandCheck, workload.Pod{Namespace: "shop", Name: "owner"}, "c0"), taken.File()), podevent.ResultOK)
 }
 
+// TestTakenNetnsOfEnrolledPod: an enrolled pod is added with another's netns. It
+// fails, and the pod stays in the mesh where it is.
+func TestTakenNetnsOfEnrolledPod(t *testing.T) {
+	r := newRig(t)
+	r.proxy(t, nil)
+	_, taken := r.enrolled(t, "owner", "owner", "c0")
+	pod, own := r.enrolled(t, "web", "web", "c1")
+	wantCode(t, r.add(t.Context(), pod, "c2", taken), podevent.CodeInvalidNetns)
+	r.assertRules(t, own)
+	want(t, r.Handle(t.Context(), request(podevent.CommandCheck, pod, "c1"), own.File()), podevent.ResultOK)
+}
+
 func TestUnknownPod(t *testing.T) {
 	r := newRig(t)
 	reply := r.add(t.Context(), workload.Pod{Namespace: "shop", Name: "ghost"}, "c1", netnstest.New(t))
