@@ -67,7 +67,11 @@ func (e *Enroller) enrol(ctx context.Context, req podevent.Request, pod workload
 		return p, runOn(ctx, e.steps(p, ns, w))
 	}
 	if enrolled {
-		if err := e.leaveSandbox(ctx, p); err != nil {
+		err := e.free(pod.UID, ns)
+		if err == nil {
+			err = e.leaveSandbox(ctx, p)
+		}
+		if err != nil {
 			return nil, errors.Join(&StepError{Step: stepNetns, Err: err}, ns.Close())
 		}
 	}
@@ -81,6 +85,15 @@ func (e *Enroller) enrol(ctx context.Context, req podevent.Request, pod workload
 		return nil, err
 	}
 	return p, nil
+}
+
+// free returns an error if another pod holds the netns. A pod is not to leave the
+// one in which it is enrolled for one that it cannot have.
+func (e *Enroller) free(uid string, ns *podnetns.Netns) error {
+	if other, taken := e.pins.ByKey(ns.Key()); taken && other != uid {
+		return &podnetns.TakenError{Key: ns.Key(), OtherUID: other}
+	}
+	return nil
 }
 
 // prepare notes a pod that is about to be enrolled, so that status shows it.
@@ -130,6 +143,7 @@ func (e *Enroller) commit(p *enrolment) {
 	p.place.ips = p.ips
 	e.places[p.pod.UID] = p.place
 	e.attachments.setSkipped(p.pod.UID, p.netns, "")
+	e.signalChange()
 }
 
 func (e *Enroller) addAddresses(p *enrolment, ips []netip.Addr) {
@@ -179,4 +193,5 @@ func (e *Enroller) forgetEnrolment(p *enrolment) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	delete(e.pods, p.pod.UID)
+	e.signalChange()
 }

@@ -16,7 +16,27 @@ type Finding struct {
 	Pod         string // "namespace/name"
 	UID         string
 	Differences []string // from what was meant; none for a healthy pod
+	Parts       []string // of the enrolment that differed, each once: "netns", "redirection", "identity", "node proxy"
 	Err         error    // why the pod could not be looked at, or not be repaired; nil otherwise
+}
+
+// differs notes a difference in a part.
+func (f *Finding) differs(part string, differences ...string) {
+	f.Differences = append(f.Differences, differences...)
+	if !slices.Contains(f.Parts, part) {
+		f.Parts = append(f.Parts, part)
+	}
+}
+
+// Changed receives after the set of enrolled pods, or the netns of one of them, has
+// changed, once for any number of changes. It is meant for one receiver.
+func (e *Enroller) Changed() <-chan struct{} { return e.changed }
+
+func (e *Enroller) signalChange() {
+	select {
+	case e.changed <- struct{}{}:
+	default: // one is waiting already
+	}
 }
 
 // Enrolled returns the UIDs of all pods that are wholly enrolled, sorted.
@@ -61,7 +81,7 @@ func (e *Enroller) auditRules(ctx context.Context, p *enrolment, ns *podnetns.Ne
 		return err
 	}
 	for _, d := range differences {
-		f.Differences = append(f.Differences, d.String())
+		f.differs(stepRedirection, d.String())
 	}
 	return e.redirect(ctx, p, ns)
 }
@@ -71,7 +91,7 @@ func (e *Enroller) auditIdentity(p *enrolment, f *Finding) error {
 	if e.cfg.Registered(p.identity) {
 		return nil
 	}
-	f.Differences = append(f.Differences, "identity: missing, want "+p.identity.String())
+	f.differs(stepIdentity, "identity: missing, want "+p.identity.String())
 	return e.cfg.Identities.Register(p.pod.UID, p.identity)
 }
 
@@ -81,7 +101,7 @@ func (e *Enroller) auditProxy(p *enrolment, ns *podnetns.Netns, f *Finding) erro
 	if e.cfg.ProxySet.Holds(p.pod.UID) {
 		return nil
 	}
-	f.Differences = append(f.Differences, "node proxy: pod missing in its set")
+	f.differs(stepProxy, "node proxy: pod missing in its set")
 	return e.cfg.NodeProxy.Put(proxyWorkload(p.pod), ns.File())
 }
 
@@ -105,7 +125,7 @@ func (e *Enroller) hasMoved(ctx context.Context, p *enrolment, ns *podnetns.Netn
 		f.Err = now.Close()
 		return false
 	}
-	f.Differences = append(f.Differences, fmt.Sprintf("netns: want %s, got %s", p.netns, now.Key()))
+	f.differs(stepNetns, fmt.Sprintf("netns: want %s, got %s", p.netns, now.Key()))
 	f.Err = e.follow(ctx, p, now)
 	return true
 }

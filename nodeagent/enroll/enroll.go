@@ -154,6 +154,7 @@ type Enroller struct {
 	turns   turns
 	flights flights
 	wake    chan struct{} // holds a token when Run is to look again
+	changed chan struct{} // holds a token when the set of enrolled pods has changed
 
 	mu          sync.Mutex
 	pods        map[string]*enrolment // by pod UID
@@ -187,6 +188,7 @@ func New(cfg Config) (*Enroller, error) {
 		cfg:         cfg,
 		pins:        cfg.Pins,
 		wake:        make(chan struct{}, 1),
+		changed:     make(chan struct{}, 1),
 		pods:        map[string]*enrolment{},
 		places:      map[string]place{},
 		withheld:    map[string]bool{},

@@ -182,6 +182,18 @@ func TestWrongNetns(t *testing.T) {
 	want(t, r.Handle(t.Context(), request(podevent.CommandCheck, workload.Pod{Namespace: "shop", Name: "owner"}, "c0"), taken.File()), podevent.ResultOK)
 }
 
+// TestTakenNetnsOfEnrolledPod: an enrolled pod is added with another's netns. It
+// fails, and the pod stays in the mesh where it is.
+func TestTakenNetnsOfEnrolledPod(t *testing.T) {
+	r := newRig(t)
+	r.proxy(t, nil)
+	_, taken := r.enrolled(t, "owner", "owner", "c0")
+	pod, own := r.enrolled(t, "web", "web", "c1")
+	wantCode(t, r.add(t.Context(), pod, "c2", taken), podevent.CodeInvalidNetns)
+	r.assertRules(t, own)
+	want(t, r.Handle(t.Context(), request(podevent.CommandCheck, pod, "c1"), own.File()), podevent.ResultOK)
+}
+
 func TestUnknownPod(t *testing.T) {
 	r := newRig(t)
 	reply := r.add(t.Context(), workload.Pod{Namespace: "shop", Name: "ghost"}, "c1", netnstest.New(t))
@@ -253,6 +265,27 @@ func TestSecondInterface(t *testing.T) {
 	r.assertRules(t, ns)
 	want(t, r.del(t.Context(), pod, "c1", nil), podevent.ResultWithdrawn)
 	r.assertNothing(t, peer, pod, ns)
+}
+
+// TestSecondInterfaceWithoutProxy: attaching a pod once more fails while the node
+// proxy is away, and takes nothing from the pod: the next proxy is told of it.
+func TestSecondInterfaceWithoutProxy(t *testing.T) {
+	r := newRig(t, func(c *enroll.Config) { c.ProxyTimeout = 50 * time.Millisecond })
+	peer := r.proxy(t, nil)
+	pod, ns := r.enrolled(t, "web", "web", "c1")
+	r.hangUp(t, peer)
+	second := request(podevent.CommandAdd, pod, "c1")
+	second.IfName = "net1"
+	wantCode(t, r.Handle(t.Context(), second, ns.File()), podevent.CodeTryAgain)
+
+	next := r.proxy(t, nil)
+	if _, has := next.State().Pods[pod.UID]; !has {
+		t.Error("the next proxy is not told of the pod")
+	}
+	r.assertRules(t, ns)
+	want(t, r.Handle(t.Context(), request(podevent.CommandCheck, pod, "c1"), ns.File()), podevent.ResultOK)
+	want(t, r.del(t.Context(), pod, "c1", nil), podevent.ResultWithdrawn)
+	r.assertNothing(t, next, pod, ns)
 }
 
 // TestDelEndsAdd: a DEL cancels the ADD of the same attachment and waits for

@@ -48,6 +48,7 @@ type rig struct {
 	pods    *podMap
 	source  *source
 	fetcher *certfetch.Fetcher
+	proxies *zds.Server
 	rules   *nftables.Backend
 	records *records.Store
 	socket  string
@@ -105,7 +106,7 @@ func newRig(t *testing.T, opts ...option) *rig {
 	}
 	e, err := enroll.New(cfg)
 	must(t, err)
-	return &rig{Enroller: e, pods: pods, source: source, fetcher: fetcher, rules: rules, records: store, socket: socket, config: cfg, logged: logged}
+	return &rig{Enroller: e, pods: pods, source: source, fetcher: fetcher, proxies: proxies, rules: rules, records: store, socket: socket, config: cfg, logged: logged}
 }
 
 // predecessors is the nftables backend's part of taking pods over.
@@ -153,6 +154,20 @@ func (r *rig) proxy(t *testing.T, script zdstest.Script) *zdstest.Peer {
 	t.Cleanup(func() { must(t, peer.Close()) })
 	must(t, peer.AwaitReady(t.Context()))
 	return peer
+}
+
+// hangUp ends a proxy's connection and waits until the agent knows.
+func (r *rig) hangUp(t *testing.T, peer *zdstest.Peer) {
+	t.Helper()
+	before := len(r.proxies.Peers())
+	must(t, peer.Close())
+	for {
+		changed := r.proxies.Changed()
+		if len(r.proxies.Peers()) < before {
+			return
+		}
+		<-changed
+	}
 }
 
 // meshed puts a pod into the source that the policy selects.

@@ -3,6 +3,7 @@
 package enroll
 
 import (
+	"fmt"
 	"slices"
 	"strings"
 
@@ -69,6 +70,11 @@ func (p *enrolment) status(certificate certfetch.IdentityStatus) admin.PodStatus
 		Proxy:       admin.ProxyAcked,
 		Identity:    p.identity.String(),
 		Certificate: admin.CertificateStatus{State: string(certificate.State), NotAfter: certificate.NotAfter},
+	}
+	for _, m := range p.malformed {
+		s.MalformedOptions = append(s.MalformedOptions, admin.MalformedOption{
+			Annotation: m.Annotation, Value: fmt.Sprintf("%.128s", m.Value), Problem: m.Problem,
+		})
 	}
 	if certificate.State == "" { // registered after the fetcher was asked
 		s.Certificate.State = admin.CertificatePending

@@ -35,6 +35,12 @@ type server struct {
 
 func start(t *testing.T, ackTimeout time.Duration) *server {
 	t.Helper()
+	return startOn(t, ackTimeout, func(l net.Listener) net.Listener { return l })
+}
+
+// startOn is start with a listener that the test has changed.
+func startOn(t *testing.T, ackTimeout time.Duration, change func(net.Listener) net.Listener) *server {
+	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	t.Cleanup(cancel)
 	socket := filepath.Join(t.TempDir(), "zds.sock")
@@ -42,7 +48,7 @@ func start(t *testing.T, ackTimeout time.Duration) *server {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := zds.New(zds.Config{Listener: l, AckTimeout: ackTimeout})
+	s, err := zds.New(zds.Config{Listener: change(l), AckTimeout: ackTimeout})
 	if err != nil {
 		t.Fatal(err)
 	}

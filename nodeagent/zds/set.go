@@ -50,15 +50,21 @@ func (o *outcome) settle(err error) {
 // the pod is part of the next proxy's snapshot.
 //
 // The descriptor of netns is duplicated and stays open until the pod leaves
-// the set. An Add of a UID that is in the set already replaces that pod.
+// the set. An Add of a UID that is in the set already replaces that pod, unless
+// it is the same in the same netns and has been accepted before: then nothing
+// is sent, Add waits until the newest proxy has it, and leaves it in the set
+// whatever comes of that.
 //
 // It returns nil, a *NackError when the proxy refused, ErrNoProxy or ErrNoAck
-// with the context's error, ErrSuperseded, or ErrStopped. After any error the
-// pod is out of the set, and proxies that may have heard of it are sent a del,
-// which Add does not wait for.
+// with the context's error, ErrSuperseded, or ErrStopped. After any error of a
+// pod that was not accepted before it is out of the set, and proxies that may
+// have heard of it are sent a del, which Add does not wait for.
 func (s *Server) Add(ctx context.Context, w Workload, netns *os.File) error {
 	if err := ctx.Err(); err != nil {
 		return fmt.Errorf("adding pod %s to the node proxy: %w", w.UID, err)
+	}
+	if p := s.member(w, netns); p != nil {
+		return s.awaitAcked(ctx, p)
 	}
 	p, err := newPod(w, netns)
 	if err != nil {
@@ -85,6 +91,58 @@ func (s *Server) Put(w Workload, netns *os.File) error {
 	}
 	p.outcome.settle(nil)
 	s.insert(p)
+	return nil
+}
+
+// member returns what is in the set as w in this netns and has been accepted by a
+// proxy, or nil.
+func (s *Server) member(w Workload, netns *os.File) *pod {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p := s.pods[w.UID]
+	if p == nil || p.Workload != w || !p.outcome.settled {
+		return nil
+	}
+	// Both are open, so that no other netns has the inode.
+	ours, ourErr := p.netns.Stat()
+	theirs, theirErr := netns.Stat()
+	if ourErr != nil || theirErr != nil || !os.SameFile(ours, theirs) {
+		return nil
+	}
+	return p
+}
+
+// awaitAcked waits until the newest proxy has p.
+func (s *Server) awaitAcked(ctx context.Context, p *pod) error {
+	for {
+		changed := s.Changed()
+		missing := s.missing(p)
+		if !errors.Is(missing, ErrNoProxy) && !errors.Is(missing, ErrNoAck) {
+			return missing
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return fmt.Errorf("%w: %w", missing, ctx.Err())
+		}
+	}
+}
+
+// missing says what keeps p from being with the newest proxy; nil if nothing does.
+func (s *Server) missing(p *pod) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	newest := s.newest()
+	switch {
+	case s.stopped:
+		return ErrStopped
+	case s.pods[p.UID] != p:
+		return ErrSuperseded
+	case newest == nil:
+		return ErrNoProxy
+	case newest.acked[p.UID] != p:
+		return ErrNoAck
+	}
 	return nil
 }
 

@@ -35,8 +35,11 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"slices"
 	"sync"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 const (
@@ -51,6 +54,10 @@ const (
 	// maxStrikes is how many streams in a row may end while a pod's add waits
 	// for its answer, before that pod is taken out of the set.
 	maxStrikes = 3
+
+	// acceptRetry is how long Run rests when the process or the machine is out of
+	// something that connections, or pods, give back when they end.
+	acceptRetry = 50 * time.Millisecond
 )
 
 // Config says how a Server works.
@@ -133,13 +140,34 @@ func (s *Server) Run(ctx context.Context) error {
 
 	for {
 		conn, err := s.listener.Accept()
-		if err != nil {
-			if ctx.Err() != nil {
-				return nil
-			}
+		switch {
+		case err == nil:
+			streams.Go(func() { s.serve(ctx, conn) })
+		case ctx.Err() != nil:
+			return nil
+		case outOfResources(err):
+			s.log.Warn("cannot accept node proxies for the moment", "err", err)
+			rest(ctx, acceptRetry)
+		default:
 			return errors.Join(fmt.Errorf("accepting a node proxy: %w", err), s.listener.Close())
 		}
-		streams.Go(func() { s.serve(ctx, conn) })
+	}
+}
+
+// outOfResources tells errors of accept(2) that pass from those that last: the
+// proxy's connection stays in the kernel's queue meanwhile.
+func outOfResources(err error) bool {
+	return slices.ContainsFunc([]error{unix.EMFILE, unix.ENFILE, unix.ENOBUFS, unix.ENOMEM},
+		func(errno error) bool { return errors.Is(err, errno) })
+}
+
+// rest returns after d, or when ctx ends.
+func rest(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
 	}
 }
 

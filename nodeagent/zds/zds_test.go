@@ -10,6 +10,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -261,6 +262,37 @@ func TestAddReplacesTheNetns(t *testing.T) {
 	}
 }
 
+// A pod with a second interface is added once more. Whatever comes of that, the
+// proxy keeps what it has.
+func TestAddAgainNeverTakesThePodAway(t *testing.T) {
+	s := start(t, patient)
+	added := 0
+	peer := s.readyPeer(onAdd(pod(1).UID, func(context.Context, zdstest.Event) zdstest.Answer {
+		if added++; added > 1 {
+			return zdstest.Nack("once is enough")
+		}
+		return zdstest.Ack()
+	}))
+	s.add(1, 1)
+	if n := peer.State().Count(zdstest.Add, pod(1).UID); n != 1 {
+		t.Errorf("the proxy was sent %d adds, want 1", n)
+	}
+
+	s.must(peer.Close())
+	s.await("the proxy is gone", func() bool { return len(s.Peers()) == 0 })
+	soon, cancel := context.WithTimeout(s.ctx, 50*time.Millisecond)
+	defer cancel()
+	if err := s.Add(soon, pod(1), s.netns); !errors.Is(err, zds.ErrNoProxy) || !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("Add = %v, want ErrNoProxy at the context's end", err)
+	}
+	waiting := s.adding(s.ctx, 1)
+	next := s.readyPeer(nil)
+	s.must(s.result(waiting))
+	if _, has := next.State().Pods[pod(1).UID]; !has {
+		t.Error("the next proxy's snapshot lacks the pod")
+	}
+}
+
 func TestNackOfADel(t *testing.T) {
 	s := start(t, patient)
 	s.readyPeer(func(_ context.Context, e zdstest.Event) zdstest.Answer {
@@ -320,6 +352,29 @@ func TestListenerFailureEndsRun(t *testing.T) {
 	if err := s.Run(t.Context()); !errors.Is(err, net.ErrClosed) {
 		t.Errorf("Run = %v, want the listener's error", err)
 	}
+}
+
+// faulty is a listener that fails with errs before it accepts.
+type faulty struct {
+	net.Listener
+	errs []error // Run's alone
+}
+
+func (l *faulty) Accept() (net.Conn, error) {
+	if len(l.errs) == 0 {
+		return l.Listener.Accept()
+	}
+	err := l.errs[0]
+	l.errs = l.errs[1:]
+	return nil, err
+}
+
+// An agent without a free descriptor must not end over it: it would forget every pod.
+func TestRunOutlivesShortagesOfDescriptors(t *testing.T) {
+	emfile := &net.OpError{Op: "accept", Err: os.NewSyscallError("accept4", syscall.EMFILE)}
+	s := startOn(t, patient, func(l net.Listener) net.Listener { return &faulty{Listener: l, errs: []error{emfile, emfile}} })
+	s.readyPeer(nil)
+	s.add(1)
 }
 
 func TestBadArguments(t *testing.T) {
