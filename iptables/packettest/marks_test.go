@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"net/netip"
 	"testing"
 
@@ -64,38 +65,42 @@ func markConnections(t *testing.T, ns *netnstest.NS, mark uint32) {
 func native(v uint32) []byte { return binary.NativeEndian.AppendUint32(nil, v) }
 
 // TestReplacementUnderTraffic: while rules are replaced, over and over, with other
-// options and the same, every new connection and query is captured.
+// options and the same, every new connection and query is captured, in both
+// directions and families, and none waits.
 func TestReplacementUnderTraffic(t *testing.T) {
 	eachBackend(t, func(t *testing.T, b backend) {
 		n := newNetwork(t, nil)
 		apply(t, b, n, with(), redirection.DualStack)
 		traffic, stop := context.WithCancel(t.Context())
 		defer stop()
-		result := make(chan error, 1)
-		go func() { result <- keepSending(traffic, n) }()
-		for _, opts := range []redirection.Options{with(), with(reroute), with(bypass), with()} {
+		result := make(chan error, 2)
+		for _, f := range redirection.DualStack.Each() {
+			go func() { result <- keepSending(traffic, n, f) }()
+		}
+		for _, opts := range []redirection.Options{with(), with(reroute), with(exclude53), with(keepEstablished), with()} {
 			apply(t, b, n, opts, redirection.DualStack)
 		}
 		stop()
-		if err := <-result; err != nil {
+		if err := errors.Join(<-result, <-result); err != nil {
 			t.Error(err)
 		}
 	})
 }
 
 // keepSending sends until ctx ends, and returns at what point a flow escaped.
-func keepSending(ctx context.Context, n *network) error {
-	from := netip.AddrPortFrom(n.addr(pod, redirection.IPv4), 0)
+func keepSending(ctx context.Context, n *network, f redirection.Families) error {
+	fromPod, fromPeer := netip.AddrPortFrom(n.addr(pod, f), 0), netip.AddrPortFrom(n.addr(peer, f), 0)
 	for sent := 0; ctx.Err() == nil || sent == 0; sent++ {
 		attempt, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
-		tcp, err := sendTCP(attempt, n.pod, from, netip.AddrPortFrom(n.addr(peer, redirection.IPv4), tcpPort))
-		udp, _, udpErr := sendUDP(attempt, n.pod, from, netip.AddrPortFrom(n.addr(peer, redirection.IPv4), redirection.DNSPort))
+		out, err := sendTCP(attempt, n.pod, fromPod, netip.AddrPortFrom(n.addr(peer, f), tcpPort))
+		query, _, queryErr := sendUDP(attempt, n.pod, fromPod, netip.AddrPortFrom(n.addr(peer, f), redirection.DNSPort))
+		in, inErr := sendTCP(attempt, n.peer, fromPeer, netip.AddrPortFrom(n.addr(pod, f), tcpPort))
 		cancel()
-		if err := errors.Join(err, udpErr); err != nil {
+		if err := errors.Join(err, queryErr, inErr); err != nil {
 			return err
 		}
-		if tcp.At != "proxy outbound" || udp.At != "proxy dns" {
-			return errors.New("a connection ended at " + tcp.At + ", a query at " + udp.At)
+		if out.At != "proxy outbound" || query.At != "proxy dns" || in.At != "proxy inbound" {
+			return fmt.Errorf("%s: a connection ended at %s, one to the pod at %s, a query at %s", f, out.At, in.At, query.At)
 		}
 	}
 	return nil

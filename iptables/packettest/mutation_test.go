@@ -52,6 +52,20 @@ func TestEveryRowCounts(t *testing.T) {
 	}
 }
 
+// TestShutRowsCount does the same with what keeps IPv6 shut.
+func TestShutRowsCount(t *testing.T) {
+	t.Parallel()
+	netnstest.Require(t)
+	b, err := nftables.New()
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := newNetwork(t, nil)
+	apply(t, b, n, with(ipv6Off), redirection.IPv4)
+	deleteRow(t, n, 20)
+	expect(t, n, egress(), "peer", redirection.IPv6)
+}
+
 // TestPolicyRoutingCounts does the same with the policy rule and the route.
 func TestPolicyRoutingCounts(t *testing.T) {
 	t.Parallel()

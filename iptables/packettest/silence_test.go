@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"net/netip"
+	"os"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -22,11 +23,13 @@ type attempt struct {
 }
 
 // start sends the first packet: when it returns, the packet is where it gets to
-// without another's help. The attempt ends with the test.
-func (a attempt) start(t *testing.T) {
+// without another's help. The socket that it returns is closed with the test.
+func (a attempt) start(t *testing.T) *os.File {
 	t.Helper()
+	var socket *os.File
 	a.ns.Do(t, func() error {
-		family, to := unix.AF_INET, unix.Sockaddr(nil)
+		family := unix.AF_INET
+		var to unix.Sockaddr
 		if addr := a.to.Addr(); addr.Is6() {
 			family, to = unix.AF_INET6, &unix.SockaddrInet6{Port: int(a.to.Port()), Addr: addr.As16()}
 		} else {
@@ -36,7 +39,8 @@ func (a attempt) start(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		t.Cleanup(func() { unix.Close(fd) })
+		socket = os.NewFile(uintptr(fd), "attempt")
+		t.Cleanup(func() { socket.Close() })
 		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(a.mark)); err != nil {
 			return err
 		}
@@ -45,6 +49,7 @@ func (a attempt) start(t *testing.T) {
 		}
 		return nil
 	})
+	return socket
 }
 
 // expectSilence starts the attempt and expects that the pod sends no TCP packet
