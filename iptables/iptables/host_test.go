@@ -286,36 +286,32 @@ func TestHostVerifyWritesNothing(t *testing.T) {
 // TestHostMigration: the rule of the other variant goes, and the sets, which both
 // use, stay.
 func TestHostMigration(t *testing.T) {
-	for from, to := range map[Variant]Variant{NFTables: Legacy, Legacy: NFTables} {
-		t.Run(string(from)+" to "+string(to), func(t *testing.T) {
-			eachNode(t, func(t *testing.T, n *node) {
-				if n.b.Variant() != from {
-					t.Skip("the other way round")
-				}
-				n.ensure()
-				n.set("10.0.0.2")
-				old := n.b
-				var err error
-				n.b, err = New(t.Context(), Config{Variant: to})
-				n.must(err)
-				n.ensure()
-				found, err := n.b.RemoveOtherFromHost(within(t), n.ns.Runner())
-				n.must(err)
-				if !found {
-					t.Error("nothing was found to remove")
-				}
-				n.differs([]string{"10.0.0.2"})
-				for family, s := range state(t, old, n.ns) {
-					if s.Has(redirection.IsOurChain) {
-						t.Errorf("%s: the other variant's rule is left", family)
-					}
-				}
-				if found, err := n.b.RemoveOtherFromHost(within(t), n.ns.Runner()); found || err != nil {
-					t.Errorf("once more: %t, %v", found, err)
-				}
-			})
-		})
-	}
+	eachNode(t, func(t *testing.T, n *node) {
+		older := n.b
+		to := Legacy
+		if older.Variant() == Legacy {
+			to = NFTables
+		}
+		newer, err := New(t.Context(), Config{Variant: to})
+		if err != nil {
+			t.Skip(err)
+		}
+		n.ensure()
+		n.set("10.0.0.2")
+		n.b = newer
+		n.ensure()
+		for _, want := range []bool{true, false} {
+			if found, err := n.b.RemoveOtherFromHost(within(t), n.ns.Runner()); found != want || err != nil {
+				t.Errorf("removing the older rule: %t, %v; want %t", found, err, want)
+			}
+		}
+		n.differs([]string{"10.0.0.2"})
+		for family, s := range state(t, older, n.ns) {
+			if s.Has(redirection.IsOurChain) {
+				t.Errorf("%s: the older rule is left", family)
+			}
+		}
+	})
 }
 
 // holdHostsLock holds the lock of x_tables, as kube-proxy does, until the test

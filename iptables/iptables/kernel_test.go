@@ -4,6 +4,7 @@ package iptables
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -142,6 +143,27 @@ func TestLife(t *testing.T) {
 		}
 		remove(t, b, ns)
 		remove(t, b, ns)
+	})
+}
+
+// TestSavedGolden shows what iptables-save prints of an enrolled pod, the same with
+// either variant. Documentation explains it line by line.
+func TestSavedGolden(t *testing.T) {
+	eachVariant(t, func(t *testing.T, b *Backend) {
+		ns := netnstest.New(t)
+		apply(t, b, ns, redirection.DefaultOptions(), redirection.DualStack)
+		for family, s := range state(t, b, ns) {
+			var text strings.Builder
+			for _, name := range []string{"raw", "mangle", "nat"} {
+				fmt.Fprintf(&text, "*%s\n", name)
+				for _, c := range []string{"PREROUTING", "OUTPUT", redirection.IPTablesPrerouting, redirection.IPTablesOutput} {
+					for _, rule := range s[name].Rules[c] {
+						fmt.Fprintf(&text, "-A %s %s\n", c, rule)
+					}
+				}
+			}
+			golden(t, "enrolled."+family.String()+".iptables-save", text.String())
+		}
 	})
 }
 
