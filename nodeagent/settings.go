@@ -4,8 +4,10 @@ package main
 
 import (
 	"flag"
+	"strings"
 
 	"ambientd/nodeagent/agent"
+	"ambientd/nodeagent/workload"
 )
 
 // settings binds each flag, and each key of the configuration file, to its field.
@@ -54,10 +56,11 @@ func (s *settings) addGeneral() {
 	s.flags.group("Sockets and files")
 	s.add((*text)(&c.RunDir), "run-dir DIR", "runDir", "the agent's sockets, on tmpfs; made with mode 0711")
 	s.addDerived((*text)(&c.CNISocket), "cni-socket PATH", "cniSocket", "unix socket for the CNI plugin (default <run-dir>/private/cni.sock)")
-	s.addDerived((*text)(&c.AdminSocket), "admin-socket PATH", "adminSocket", "unix socket for `ambientd status` (default <run-dir>/private/admin.sock)")
+	s.addDerived((*text)(&c.AdminSocket), "admin-socket PATH", "adminSocket", "unix socket for `ambientd status` and its like (default <run-dir>/private/admin.sock)")
 	s.addDerived((*text)(&c.SDSSocket), "sds-socket PATH", "sdsSocket", "unix socket of SDS, for proxies of the node (default <run-dir>/sds/sds.sock)")
 	s.add((*text)(&c.ZDSSocket), "zds-socket PATH", "zdsSocket", "unix socket at which node proxies connect")
-	s.addDerived((*text)(&c.HTTPAddr), "http-addr HOST:PORT", "httpAddr", "/healthz and /readyz (default: not served)")
+	s.addDerived((*text)(&c.HTTPAddr), "http-addr HOST:PORT", "httpAddr", "/metrics, /healthz and /readyz (default: not served)")
+	s.add((*text)(&c.ProcRoot), "proc-root DIR", "procRoot", "the /proc of the host, to find the network namespaces of running pods")
 }
 
 func (s *settings) addSelection() {
@@ -67,6 +70,8 @@ func (s *settings) addSelection() {
 	s.add((*list)(&c.ExcludeNamespaces), "exclude-namespaces LIST", "excludeNamespaces", "namespaces that are never in the mesh")
 	s.add((*text)(&c.AgentNamespace), "agent-namespace NAME", "agentNamespace", "namespace of the agent, the node proxy and the CA")
 	s.add((*list)(&c.OwnPods), "own-pods LIST", "ownPods", "name patterns of those pods, which are never in the mesh")
+	s.addDerived((*list)(&c.AllowedPodOptions), "allowed-pod-options LIST", "allowedPodOptions",
+		"annotations ambientd.io/... by which a pod's author may take traffic out of mTLS: "+strings.Join(workload.AllowableOptions(), ", ")+" (default: none)")
 }
 
 func (s *settings) addRedirection() {
@@ -75,8 +80,14 @@ func (s *settings) addRedirection() {
 	s.add((*text)(&c.Redirection), "redirection BACKEND", "redirection", "auto (probes), nftables or iptables")
 	s.add((*boolean)(&c.DNSCapture), "dns-capture", "dnsCapture", "send pods' DNS to the node proxy, where a pod does not say otherwise")
 	s.add((*boolean)(&c.IPv6), "ipv6", "ipv6", "redirect IPv6 too, where a pod has it")
+	s.add((*text)(&c.IPv6Uncaptured), "ipv6-uncaptured WHAT", "ipv6Uncaptured", "what becomes of a pod's IPv6 where it is not redirected: drop or allow")
+	s.add((*text)(&c.ExistingConnections), "existing-connections WHAT", "existingConnections",
+		"of pods enrolled while they run: keep (uncaptured until they end) or reset")
+	s.add((*duration)(&c.AuditInterval), "audit-interval DURATION", "auditInterval", "how often each pod is compared with the kernel, and repaired; changes are noticed at once besides")
+	s.add((*text)(&c.OnRepair), "on-repair WHAT", "onRepair", "traffic that would be uncaptured while iptables rules are replaced: drop or allow; nftables has no such moment")
 	s.add((*address)(&c.ProbeSourceIPv4), "probe-source-ipv4 ADDRESS", "probeSourceIPv4", "source of the node's probes, as pods see them")
 	s.add((*address)(&c.ProbeSourceIPv6), "probe-source-ipv6 ADDRESS", "probeSourceIPv6", "the same for IPv6")
+	s.add((*text)(&c.ProbeScope), "probe-scope SCOPE", "probeScope", "which connections of the node are probes: pod (all to a pod) or declared (to ports of the pod's probes)")
 }
 
 func (s *settings) addCertificates() {

@@ -180,7 +180,7 @@ func TestFetchErrors(t *testing.T) {
 		listener, path := answering(t, "HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
 		defer listener.Close()
 		_, err := admin.Fetch(t.Context(), path)
-		wantError(t, err, nil, path, "reading the agent's status")
+		wantError(t, err, nil, path, "about its status")
 	})
 	t.Run("silence", func(t *testing.T) {
 		listener, path := listen(t) // never accepts
@@ -261,7 +261,7 @@ func TestHealth(t *testing.T) {
 		defer mu.Unlock()
 		return notReady
 	}
-	server := admin.NewHealthServer(listener, ready, quiet())
+	server := admin.NewHealthServer(listener, ready, http.NotFoundHandler(), quiet())
 	serve(t, server)
 	client := &http.Client{Transport: &http.Transport{}}
 	defer client.CloseIdleConnections()
@@ -326,9 +326,9 @@ ready         yes
 proxies       connected for 2h59m, ready
 pods          1 enrolled, 1 enrolling, 0 degraded, 1 not in the mesh
 
-POD         UID    NETNS  STATE      BACKEND   FAMILIES   PROXY    IDENTITY                               CERTIFICATE
-shop/web-0  uid-0  4026   enrolled   nftables  ipv4,ipv6  acked    spiffe://cluster.local/ns/shop/sa/web  ready (expires in 20h59m)
-shop/web-1  uid-1  -      enrolling  nftables  -          pending  spiffe://cluster.local/ns/shop/sa/web  pending
+POD         UID    NETNS  STATE      BACKEND   FAMILIES   PROXY    IDENTITY                               CERTIFICATE                REPAIRS
+shop/web-0  uid-0  4026   enrolled   nftables  ipv4,ipv6  acked    spiffe://cluster.local/ns/shop/sa/web  ready (expires in 20h59m)  0
+shop/web-1  uid-1  -      enrolling  nftables  -          pending  spiffe://cluster.local/ns/shop/sa/web  pending                    0
 
 CERTIFICATE TROUBLE
 spiffe://cluster.local/ns/shop/sa/web: the CA [31m said no

@@ -11,13 +11,14 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"sync"
 	"time"
 )
 
 const statusPath = "/v1/status"
 
-// Limits of both HTTP servers. Every answer is made from memory, so a client that
-// takes longer is not reading.
+// Limits of both HTTP servers. Every answer but those of operations is made from
+// memory, so a client that takes longer is not reading.
 const (
 	headerTimeout   = 2 * time.Second
 	readTimeout     = 5 * time.Second
@@ -31,12 +32,27 @@ const (
 type Server struct {
 	listener net.Listener
 	http     *http.Server
+	requests requests
 }
 
 // NewStatusServer returns a server of GET /v1/status. The listener decides who
 // may ask; status is called for each request, from any goroutine.
 func NewStatusServer(listener net.Listener, status func() Status, logger *slog.Logger) *Server {
 	mux := http.NewServeMux()
+	handleStatus(mux, status, logger)
+	return newServer(listener, mux, logger)
+}
+
+// NewOperationsServer returns a server of the status and, by POST to /v1/verify,
+// /v1/withdraw and /v1/enrol, of operations.
+func NewOperationsServer(listener net.Listener, status func() Status, ops Operations, logger *slog.Logger) *Server {
+	mux := http.NewServeMux()
+	handleStatus(mux, status, logger)
+	handleOperations(mux, ops, logger)
+	return newServer(listener, mux, logger)
+}
+
+func handleStatus(mux *http.ServeMux, status func() Status, logger *slog.Logger) {
 	mux.HandleFunc("GET "+statusPath, func(w http.ResponseWriter, _ *http.Request) {
 		body, err := json.Marshal(status().withLists())
 		if err != nil {
@@ -47,14 +63,15 @@ func NewStatusServer(listener net.Listener, status func() Status, logger *slog.L
 		w.Header().Set("Content-Type", "application/json")
 		answer(w, body, logger)
 	})
-	return newServer(listener, mux, logger)
 }
 
 // NewHealthServer returns a server of GET /healthz, which says that the process
-// runs, and GET /readyz, which says with 503 and the reason that ready returned
-// an error. Nothing else is served, so it may listen on the node's address.
-func NewHealthServer(listener net.Listener, ready func() error, logger *slog.Logger) *Server {
+// runs, GET /readyz, which says with 503 and the reason that ready returned an
+// error, and GET /metrics. Nothing else is served, so it may listen on the node's
+// address.
+func NewHealthServer(listener net.Listener, ready func() error, metrics http.Handler, logger *slog.Logger) *Server {
 	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", metrics)
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
 		answer(w, []byte("ok\n"), logger)
 	})
@@ -69,15 +86,40 @@ func NewHealthServer(listener net.Listener, ready func() error, logger *slog.Log
 }
 
 func newServer(listener net.Listener, handler http.Handler, logger *slog.Logger) *Server {
-	return &Server{listener: listener, http: &http.Server{
-		Handler:           handler,
+	s := &Server{listener: listener}
+	s.http = &http.Server{
+		Handler:           s.requests.counted(handler),
 		ReadHeaderTimeout: headerTimeout,
 		ReadTimeout:       readTimeout,
 		WriteTimeout:      writeTimeout,
 		IdleTimeout:       idleTimeout,
 		MaxHeaderBytes:    maxHeaderBytes,
 		ErrorLog:          slog.NewLogLogger(logger.Handler(), slog.LevelDebug), // clients' mistakes
-	}}
+	}
+	return s
+}
+
+// requests knows whether any is being handled.
+type requests struct {
+	mu    sync.RWMutex // held for reading by each that is
+	ended bool         // none is begun any more
+}
+
+func (r *requests) counted(handler http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		r.mu.RLock()
+		defer r.mu.RUnlock()
+		if !r.ended {
+			handler.ServeHTTP(w, req)
+		}
+	})
+}
+
+// end waits for those being handled.
+func (r *requests) end() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.ended = true
 }
 
 // Addr is where the server listens.
@@ -91,7 +133,8 @@ func answer(w io.Writer, body []byte, logger *slog.Logger) {
 }
 
 // Run serves until ctx ends, then lets answers in progress finish for a second,
-// and closes the listener. It returns nil after that, an error otherwise.
+// ends the contexts of the others, and closes the listener. It returns nil after
+// that, when nothing is being handled any more, an error otherwise.
 func (s *Server) Run(ctx context.Context) error {
 	served := make(chan error, 1)
 	go func() { served <- s.http.Serve(s.listener) }()
@@ -106,6 +149,7 @@ func (s *Server) Run(ctx context.Context) error {
 	if errors.Is(err, context.DeadlineExceeded) {
 		err = s.http.Close()
 	}
+	s.requests.end()
 	if served := <-served; !errors.Is(served, http.ErrServerClosed) {
 		err = errors.Join(err, served)
 	}

@@ -40,13 +40,34 @@ type Status struct {
 	Pods        []PodStatus       `json:"pods"`       // sorted by namespace, name, UID
 	Identities  []IdentityStatus  `json:"identities"` // exactly the registered ones, sorted
 	Skipped     []SkippedStatus   `json:"skipped"`    // attached pods that are not in the mesh, sorted
+	Host        HostStatus        `json:"host,omitzero"`
 }
 
 // RedirectionStatus is the backend that programs packet rules, and why it was
 // chosen.
 type RedirectionStatus struct {
-	Backend string `json:"backend"`
-	Reason  string `json:"reason"`
+	Backend string    `json:"backend"`
+	Variant string    `json:"variant,omitempty"` // of the iptables programs
+	Reason  string    `json:"reason"`
+	Probed  time.Time `json:"probed,omitzero"` // at the first start after the machine's boot, as a rule
+
+	// IPv6Uncaptured is what becomes of IPv6 in pods where it is not captured: "drop"
+	// or "allow".
+	IPv6Uncaptured string `json:"ipv6Uncaptured,omitempty"`
+}
+
+// HostStatus is how the host's rule and set for kubelet's probes stand.
+type HostStatus struct {
+	Audit AuditStatus `json:"audit,omitzero"`
+}
+
+// AuditStatus is what comparing something with the kernel has shown.
+type AuditStatus struct {
+	LastAudit  time.Time `json:"lastAudit,omitzero"`
+	Repairs    int       `json:"repairs,omitempty"` // since the agent's start
+	LastRepair time.Time `json:"lastRepair,omitzero"`
+	Repaired   []string  `json:"repaired,omitempty"` // what differed at the last repair
+	Error      string    `json:"error,omitempty"`    // what keeps it from being looked at or put right, at the moment
 }
 
 // ProxyStatus is a node proxy that is connected. While it is upgraded there are
@@ -69,6 +90,17 @@ type PodStatus struct {
 	Proxy       string            `json:"proxy"`
 	Identity    string            `json:"identity"` // a SPIFFE ID
 	Certificate CertificateStatus `json:"certificate"`
+
+	MalformedOptions []MalformedOption `json:"malformedOptions,omitempty"`
+	Audit            AuditStatus       `json:"audit,omitzero"`
+	Probes           []ProbeFinding    `json:"probes,omitempty"` // of the last `ambientd verify --probes`
+}
+
+// MalformedOption is an annotation of the pod that counts as absent.
+type MalformedOption struct {
+	Annotation string `json:"annotation"`
+	Value      string `json:"value"` // its beginning, if it is long
+	Problem    string `json:"problem"`
 }
 
 // CertificateStatus is where the certificate of a pod's identity stands.

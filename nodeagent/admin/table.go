@@ -7,6 +7,8 @@ import (
 	"cmp"
 	"fmt"
 	"io"
+	"slices"
+	"strconv"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -14,12 +16,15 @@ import (
 )
 
 // WriteTable writes s for people: first how the agent is, then each pod, then
-// what is wrong with certificates, then who was left out and why.
+// what is wrong with certificates and pods' options, what audits have put right or
+// cannot, then who was left out and why.
 func WriteTable(w io.Writer, s Status, now time.Time) error {
 	var page bytes.Buffer
 	writeAgent(&page, s, now)
-	writePods(&page, s.Pods, now)
+	writePods(&page, s, now)
 	writeTrouble(&page, s.Identities)
+	writeOptions(&page, s.Pods)
+	writeRepairs(&page, s, now)
 	writeSkipped(&page, s.Skipped)
 	if _, err := w.Write(page.Bytes()); err != nil {
 		return fmt.Errorf("writing the status: %w", err)
@@ -54,11 +59,21 @@ func writeAgent(page *bytes.Buffer, s Status, now time.Time) {
 		row(table, "version", s.Version)
 		row(table, "uptime", short(now.Sub(s.Started)))
 		row(table, "trust domain", s.TrustDomain)
-		row(table, "redirection", fmt.Sprintf("%s (%s)", s.Redirection.Backend, s.Redirection.Reason))
+		row(table, "redirection", backend(s.Redirection, now))
 		row(table, "ready", map[bool]string{true: "yes", false: "no"}[s.Ready])
 		row(table, "proxies", proxies(s.Proxies, now))
 		row(table, "pods", podCounts(s))
 	})
+}
+
+// backend says which it is, why, and since when that is known: the decision is kept
+// until the machine boots.
+func backend(r RedirectionStatus, now time.Time) string {
+	text := fmt.Sprintf("%s (%s)", r.Backend, r.Reason)
+	if !r.Probed.IsZero() {
+		text += ", probed " + short(now.Sub(r.Probed)) + " ago"
+	}
+	return text
 }
 
 func proxies(connected []ProxyStatus, now time.Time) string {
@@ -85,18 +100,30 @@ func podCounts(s Status) string {
 		count[PodEnrolled], count[PodEnrolling], count[PodDegraded], len(s.Skipped))
 }
 
-func writePods(page *bytes.Buffer, pods []PodStatus, now time.Time) {
-	if len(pods) == 0 {
+func writePods(page *bytes.Buffer, s Status, now time.Time) {
+	if len(s.Pods) == 0 {
 		return
 	}
 	page.WriteByte('\n')
 	inColumns(page, func(table io.Writer) {
-		row(table, "POD", "UID", "NETNS", "STATE", "BACKEND", "FAMILIES", "PROXY", "IDENTITY", "CERTIFICATE")
-		for _, p := range pods {
+		row(table, "POD", "UID", "NETNS", "STATE", "BACKEND", "FAMILIES", "PROXY", "IDENTITY", "CERTIFICATE", "REPAIRS")
+		for _, p := range s.Pods {
 			row(table, p.Namespace+"/"+p.Name, p.UID, cmp.Or(p.Netns, "-"), p.State, p.Backend,
-				cmp.Or(strings.Join(p.Families, ","), "-"), p.Proxy, p.Identity, certificate(p.Certificate, now))
+				families(p.Families, s.Redirection), p.Proxy, p.Identity, certificate(p.Certificate, now), strconv.Itoa(p.Audit.Repairs))
 		}
 	})
+}
+
+// families names those that are captured, and what becomes of IPv6 where it is not.
+func families(captured []string, r RedirectionStatus) string {
+	switch {
+	case len(captured) == 0:
+		return "-"
+	case slices.Contains(captured, "ipv6") || r.IPv6Uncaptured == "":
+		return strings.Join(captured, ",")
+	default:
+		return fmt.Sprintf("%s (ipv6: %s)", strings.Join(captured, ","), r.IPv6Uncaptured)
+	}
 }
 
 func certificate(c CertificateStatus, now time.Time) string {
@@ -120,6 +147,56 @@ func writeTrouble(page *bytes.Buffer, identities []IdentityStatus) {
 		title = ""
 		row(page, fmt.Sprintf("%s: %s", id.ID, id.LastError))
 	}
+}
+
+func writeOptions(page *bytes.Buffer, pods []PodStatus) {
+	title := "\nOPTIONS THAT COUNT AS ABSENT\n"
+	for _, p := range pods {
+		for _, m := range p.MalformedOptions {
+			page.WriteString(title)
+			title = ""
+			row(page, fmt.Sprintf("%s/%s: %s=%q: %s", p.Namespace, p.Name, m.Annotation, m.Value, m.Problem))
+		}
+	}
+}
+
+func writeRepairs(page *bytes.Buffer, s Status, now time.Time) {
+	var lines []string
+	for _, p := range s.Pods {
+		name := p.Namespace + "/" + p.Name
+		lines = append(lines, repairs(name, p.Audit, now)...)
+		for _, probe := range p.Probes {
+			if !probe.OK() {
+				lines = append(lines, fmt.Sprintf("%s: %s (%s ago)", name, probe, short(now.Sub(probe.Checked))))
+			}
+		}
+	}
+	lines = append(lines, repairs("the host's rule for probes", s.Host.Audit, now)...)
+	if len(lines) == 0 {
+		return
+	}
+	page.WriteString("\nAUDITS\n")
+	for _, line := range lines {
+		row(page, line)
+	}
+}
+
+// repairs says what audits have put right, and what they cannot.
+func repairs(name string, a AuditStatus, now time.Time) (lines []string) {
+	if a.Error != "" {
+		lines = append(lines, fmt.Sprintf("%s: cannot be compared or repaired: %s", name, a.Error))
+	}
+	if a.Repairs > 0 {
+		lines = append(lines, fmt.Sprintf("%s: repaired %s, last %s ago: %s", name, times(a.Repairs), short(now.Sub(a.LastRepair)), strings.Join(a.Repaired, "; ")))
+	}
+	return lines
+}
+
+func times(n int) string {
+	if n == 1 {
+		return "once"
+	}
+	return fmt.Sprintf("%d times", n)
 }
 
 func writeSkipped(page *bytes.Buffer, skipped []SkippedStatus) {

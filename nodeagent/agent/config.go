@@ -12,7 +12,10 @@ import (
 	"ambientd/certfetch"
 	"ambientd/cni-plugin/podevent"
 	"ambientd/iptables/backend"
+	"ambientd/iptables/iptables"
 	"ambientd/iptables/redirection"
+	"ambientd/nodeagent/enroll"
+	"ambientd/nodeagent/podnetns"
 	"ambientd/nodeagent/workload"
 )
 
@@ -38,19 +41,26 @@ type Config struct {
 	AdminSocket string
 	SDSSocket   string
 	ZDSSocket   string // where node proxies look for it
-	HTTPAddr    string // host:port of /healthz and /readyz; empty: not served
+	HTTPAddr    string // host:port of /metrics, /healthz and /readyz; empty: not served
+	ProcRoot    string // where the host's processes show
 
 	PodsFrom          string // "manifests=DIR"
 	AgentNamespace    string
 	OwnPods           []string // patterns of path.Match
 	ExcludeNamespaces []string
 	Selectors         []workload.SelectorSpec
+	AllowedPodOptions []string // those of workload.AllowableOptions that pods' authors may set
 
-	Redirection     string // backend.Auto, NFTables or IPTables
-	DNSCapture      bool
-	IPv6            bool
-	ProbeSourceIPv4 netip.Addr
-	ProbeSourceIPv6 netip.Addr
+	Redirection         string // backend.Auto, NFTables or IPTables
+	DNSCapture          bool
+	IPv6                bool
+	IPv6Uncaptured      string // a redirection.Uncaptured
+	ProbeSourceIPv4     netip.Addr
+	ProbeSourceIPv6     netip.Addr
+	ProbeScope          string        // a redirection.ProbeScope
+	OnRepair            string        // an iptables.OnRepair
+	ExistingConnections string        // an enroll.ExistingConnections
+	AuditInterval       time.Duration // between two regular audits of a pod
 
 	TrustDomain string
 	CA          string
@@ -79,17 +89,23 @@ func Default() Config {
 	return Config{
 		RunDir:    podevent.DefaultRunDir,
 		ZDSSocket: "/var/run/ztunnel/ztunnel.sock",
+		ProcRoot:  podnetns.DefaultProcRoot,
 
 		AgentNamespace:    podevent.DefaultAgentNamespace,
 		OwnPods:           podevent.DefaultOwnPods(),
 		ExcludeNamespaces: podevent.DefaultExcludeNamespaces(),
 		Selectors:         workload.DefaultSelectors(),
 
-		Redirection:     backend.Auto,
-		DNSCapture:      redirect.DNSCapture,
-		IPv6:            redirect.IPv6,
-		ProbeSourceIPv4: redirect.ProbeSourceIPv4,
-		ProbeSourceIPv6: redirect.ProbeSourceIPv6,
+		Redirection:         backend.Auto,
+		DNSCapture:          redirect.DNSCapture,
+		IPv6:                redirect.IPv6,
+		IPv6Uncaptured:      string(redirect.IPv6Uncaptured),
+		ProbeSourceIPv4:     redirect.ProbeSourceIPv4,
+		ProbeSourceIPv6:     redirect.ProbeSourceIPv6,
+		ProbeScope:          string(redirection.ProbeScopePod),
+		OnRepair:            string(iptables.RepairDrop),
+		ExistingConnections: string(enroll.KeepConnections),
+		AuditInterval:       30 * time.Second,
 
 		TrustDomain: "cluster.local",
 		CA:          CABuiltin,
@@ -112,7 +128,7 @@ func Default() Config {
 // Folders of the run directory. Nobody lists it, but who may use a socket below
 // can pass through.
 const (
-	privateDir = "private" // for root: cni.sock, admin.sock
+	privateDir = "private" // for root: cni.sock, admin.sock, what is remembered
 	sdsDir     = "sds"     // for proxies of the node
 )
 
@@ -130,3 +146,9 @@ func (c Config) AdminSocketPath() string {
 func (c Config) SDSSocketPath() string {
 	return cmp.Or(c.SDSSocket, filepath.Join(c.RunDir, sdsDir, "sds.sock"))
 }
+
+// recordsDir is where the agent remembers pods over a restart.
+func (c Config) recordsDir() string { return filepath.Join(c.RunDir, privateDir, "pods") }
+
+// decisionFile is where the choice of a redirection backend is kept until the next boot.
+func (c Config) decisionFile() string { return filepath.Join(c.RunDir, privateDir, "redirection.json") }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -15,11 +16,16 @@ import (
 	"ambientd/certfetch/sds"
 	"ambientd/certfetch/spiffeid"
 	"ambientd/iptables/backend"
+	"ambientd/iptables/iptables"
+	"ambientd/iptables/netnswatch"
 	"ambientd/iptables/redirection"
 	"ambientd/nodeagent/admin"
+	"ambientd/nodeagent/audit"
 	"ambientd/nodeagent/enroll"
+	"ambientd/nodeagent/hostprobe"
 	"ambientd/nodeagent/podnetns"
 	"ambientd/nodeagent/podsource/manifests"
+	"ambientd/nodeagent/records"
 	"ambientd/nodeagent/watch"
 	"ambientd/nodeagent/workload"
 	"ambientd/nodeagent/zds"
@@ -28,6 +34,10 @@ import (
 // Run runs the agent until ctx ends, and then returns nil: sockets are gone, and
 // rules stay in the kernel, so that enrolled pods fail closed. If one part fails,
 // all end, and its error is returned.
+//
+// Sockets listen from the beginning, so that whoever comes early waits. They are
+// served once pods that an earlier agent had enrolled have been taken up: the first
+// thing that a node proxy is told is the whole.
 func Run(ctx context.Context, cfg Config) (err error) {
 	if cfg.Logger == nil {
 		return errors.New("agent: no logger given")
@@ -49,6 +59,9 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	if err != nil {
 		return err
 	}
+	if err := parts.restore(ctx); err != nil {
+		return err
+	}
 	return parts.run(ctx)
 }
 
@@ -57,94 +70,56 @@ type parts struct {
 	cfg     Config
 	started time.Time
 
-	backend  backend.Chosen
+	backend  backend.Decision
+	policy   workload.Policy
 	pods     *manifests.Source
+	records  *records.Store
 	fetcher  *certfetch.Fetcher
 	proxies  *zds.Server
+	pins     *podnetns.Pins
+	probes   *hostprobe.Set
 	enroller *enroll.Enroller
+	auditor  *audit.Auditor
+	watcher  *netnswatch.Watcher // nil where the kernel does not let us
 
-	plugin *watch.Server // events of the CNI plugin
-	sds    *sdsServer
-	admin  *admin.Server
-	health *admin.Server // nil where it is not served
-	ready  readiness
+	plugin     *watch.Server // events of the CNI plugin
+	sds        *sdsServer
+	admin      *admin.Server
+	operations *operations
+	metrics    *admin.Metrics
+	health     *admin.Server // nil where it is not served
+	ready      readiness
+
+	earlier map[string]struct{} // UIDs of the pods that an earlier agent had enrolled
 }
 
 // assemble makes the parts, each from those before it.
 func assemble(ctx context.Context, cfg Config, host *podnetns.Host, sockets *sockets) (*parts, error) {
-	p := &parts{cfg: cfg, started: time.Now()}
-	var err error
-	if p.backend, err = backend.Choose(ctx, cfg.Redirection, scratch(host), cfg.Logger); err != nil {
-		return nil, fmt.Errorf("choosing how to program redirection: %w", err)
-	}
-	if p.pods, err = openManifests(cfg); err != nil {
-		return nil, err
-	}
-	trustDomain, err := spiffeid.ParseTrustDomain(cfg.TrustDomain)
-	if err != nil {
-		return nil, err
-	}
-	authority, err := ca.New(ca.Config{TrustDomain: trustDomain, LeafTTL: cfg.CertTTL, Logger: cfg.Logger})
-	if err != nil {
-		return nil, fmt.Errorf("making the built-in CA: %w", err)
-	}
-	p.fetcher, err = certfetch.New(certfetch.Config{
-		Source: authority, TTL: cfg.CertTTL, Workers: cfg.CertWorkers, Linger: cfg.CertLinger, Logger: cfg.Logger,
-	})
-	if err != nil {
-		return nil, err
-	}
-	if p.proxies, err = zds.New(zds.Config{Listener: sockets.zds, Logger: cfg.Logger}); err != nil {
-		return nil, err
-	}
-	if p.enroller, err = p.newEnroller(host, trustDomain); err != nil {
-		return nil, err
-	}
-	p.plugin, err = watch.New(watch.Config{
-		Listener: sockets.cni, Handler: p.enroller, Logger: cfg.Logger, AddTimeout: cfg.AddTimeout, CheckTimeout: cfg.AddTimeout,
-	})
-	if err != nil {
-		return nil, err
-	}
-	if p.sds, err = newSDSServer(sockets.sds, sds.Config{Fetcher: p.fetcher, Logger: cfg.Logger}); err != nil {
-		return nil, err
-	}
-	p.admin = admin.NewStatusServer(sockets.admin, p.status, cfg.Logger)
-	if sockets.http != nil {
-		p.health = admin.NewHealthServer(sockets.http, p.ready.check, cfg.Logger)
+	p := &parts{cfg: cfg, started: time.Now(), pins: podnetns.NewPins()}
+	for _, assemble := range []func() error{
+		func() error { return p.decideOnBackend(ctx, host) },
+		p.openPods,
+		func() error { return p.makeCertificates(sockets) },
+		func() error { return p.makeEnrolment(host, sockets) },
+		p.makeAudit,
+		func() error { return p.makeServers(sockets) },
+	} {
+		if err := assemble(); err != nil {
+			return nil, err
+		}
 	}
 	return p, nil
 }
 
-func openManifests(cfg Config) (*manifests.Source, error) {
-	dir, err := cfg.manifestDir()
-	if err != nil {
-		return nil, err
-	}
-	return manifests.New(manifests.Config{Dir: dir, Logger: cfg.Logger})
-}
-
-func (p *parts) newEnroller(host *podnetns.Host, trustDomain spiffeid.TrustDomain) (*enroll.Enroller, error) {
-	policy, err := p.cfg.policy()
-	if err != nil {
-		return nil, err
-	}
-	return enroll.New(enroll.Config{
-		Host:         host,
-		Pods:         p.pods,
-		Policy:       policy,
-		Defaults:     workload.Defaults(p.cfg.redirectionOptions()),
-		TrustDomain:  trustDomain,
-		Redirection:  p.backend.Backend,
-		BackendName:  p.backend.Name,
-		Identities:   p.fetcher,
-		Fetched:      p.fetcher.Identities,
-		NodeProxy:    p.proxies,
-		ProxyTimeout: p.cfg.ProxyTimeout,
-		CertWait:     p.cfg.CertWait,
-		DelProxyWait: p.cfg.DelProxyWait,
-		Logger:       p.cfg.Logger,
+func (p *parts) decideOnBackend(ctx context.Context, host *podnetns.Host) (err error) {
+	p.backend, err = backend.Decide(ctx, backend.Request{
+		Mode: p.cfg.Redirection, OnRepair: iptables.OnRepair(p.cfg.OnRepair), BootID: host.Key().BootID,
+		File: p.cfg.decisionFile(), Scratch: scratch(host), Logger: p.cfg.Logger,
 	})
+	if err != nil {
+		return fmt.Errorf("choosing how to program redirection: %w", err)
+	}
+	return nil
 }
 
 // scratch gives the probe of a backend a netns of its own.
@@ -158,29 +133,97 @@ func scratch(host *podnetns.Host) func() (redirection.Runner, func() error, erro
 	}
 }
 
-// run runs the parts until ctx ends or one fails. The plugin's server ends first:
-// requests that it has begun still need all others.
+// openPods opens what says which pods there are, and what is remembered of them.
+func (p *parts) openPods() error {
+	dir, err := p.cfg.manifestDir()
+	if err != nil {
+		return err
+	}
+	if p.pods, err = manifests.New(manifests.Config{Dir: dir, Logger: p.cfg.Logger}); err != nil {
+		return err
+	}
+	if p.policy, err = p.cfg.policy(); err != nil {
+		return err
+	}
+	p.records, err = records.Open(p.cfg.recordsDir())
+	return err
+}
+
+func (p *parts) makeCertificates(sockets *sockets) error {
+	trustDomain, err := spiffeid.ParseTrustDomain(p.cfg.TrustDomain)
+	if err != nil {
+		return err
+	}
+	authority, err := ca.New(ca.Config{TrustDomain: trustDomain, LeafTTL: p.cfg.CertTTL, Logger: p.cfg.Logger})
+	if err != nil {
+		return fmt.Errorf("making the built-in CA: %w", err)
+	}
+	p.fetcher, err = certfetch.New(certfetch.Config{
+		Source: authority, TTL: p.cfg.CertTTL, Workers: p.cfg.CertWorkers, Linger: p.cfg.CertLinger, Logger: p.cfg.Logger,
+	})
+	if err != nil {
+		return err
+	}
+	p.sds, err = newSDSServer(sockets.sds, sds.Config{Fetcher: p.fetcher, Logger: p.cfg.Logger})
+	return err
+}
+
+func (p *parts) makeServers(sockets *sockets) (err error) {
+	if p.metrics, err = admin.NewMetrics(p.status); err != nil {
+		return err
+	}
+	p.plugin, err = watch.New(watch.Config{
+		Listener: sockets.cni, Handler: countedHandler{p.enroller, p.metrics}, Logger: p.cfg.Logger,
+		AddTimeout: p.cfg.AddTimeout, CheckTimeout: p.cfg.AddTimeout,
+	})
+	if err != nil {
+		return err
+	}
+	p.operations = &operations{parts: p, checked: map[string][]admin.ProbeFinding{}}
+	p.admin = admin.NewOperationsServer(sockets.admin, p.status, p.operations, p.cfg.Logger)
+	if sockets.http != nil {
+		p.health = admin.NewHealthServer(sockets.http, p.ready.check, p.metrics.Handler(p.cfg.Logger), p.cfg.Logger)
+	}
+	return nil
+}
+
+// run runs the parts until ctx ends or one fails. Those that change pods end first:
+// what they have begun still needs all others.
 func (p *parts) run(ctx context.Context) error {
 	group, front := errgroup.WithContext(ctx)
 	behind, stop := context.WithCancel(context.WithoutCancel(ctx))
-	group.Go(func() error {
-		defer stop()
-		return p.plugin.Run(front)
-	})
+	var changing sync.WaitGroup
 	for _, part := range []func(context.Context) error{
-		p.pods.Run, p.fetcher.Run, p.proxies.Run, p.sds.run, p.admin.Run, p.awaitReady,
+		p.plugin.Run, p.admin.Run, p.enroller.Run, p.auditor.Run, p.settleHost,
 	} {
-		group.Go(func() error { return part(behind) })
+		changing.Add(1)
+		group.Go(func() error {
+			defer changing.Done()
+			return part(front)
+		})
+	}
+	group.Go(func() error {
+		changing.Wait()
+		stop()
+		return nil
+	})
+	rest := []func(context.Context) error{p.pods.Run, p.fetcher.Run, p.proxies.Run, p.sds.run, p.awaitReady}
+	if p.watcher != nil {
+		rest = append(rest, p.watcher.Run)
 	}
 	if p.health != nil {
-		group.Go(func() error { return p.health.Run(behind) })
+		rest = append(rest, p.health.Run)
+	}
+	for _, part := range rest {
+		group.Go(func() error { return part(behind) })
 	}
 	return group.Wait()
 }
 
-// awaitReady says once that the agent is ready: sockets listen and manifests have
-// been read before it is called, and the CA can be used as soon as its roots are
-// known. A node proxy is not needed for that; pods wait for one by themselves.
+// awaitReady says once that the agent is ready: sockets listen, manifests have been
+// read and earlier pods taken up before it is called, and the CA can be used as soon as
+// its roots are known. A node proxy is not needed for that; pods wait for one by
+// themselves.
 func (p *parts) awaitReady(ctx context.Context) error {
 	roots := p.fetcher.Subscribe()
 	defer roots.Close()
@@ -203,27 +246,4 @@ func (p *parts) httpAddr() string {
 		return ""
 	}
 	return p.health.Addr().String()
-}
-
-// status is what `ambientd status` shows.
-func (p *parts) status() admin.Status {
-	s := admin.Status{
-		Node:        p.cfg.NodeName,
-		Version:     p.cfg.Version,
-		Started:     p.started,
-		TrustDomain: p.cfg.TrustDomain,
-		Redirection: admin.RedirectionStatus{Backend: p.backend.Name, Reason: p.backend.Reason},
-		Ready:       p.ready.check() == nil,
-		Pods:        p.enroller.Pods(),
-		Skipped:     p.enroller.Skipped(),
-	}
-	for _, peer := range p.proxies.Peers() {
-		s.Proxies = append(s.Proxies, admin.ProxyStatus{Since: peer.Since, Ready: peer.Ready})
-	}
-	for _, id := range p.fetcher.Identities() {
-		s.Identities = append(s.Identities, admin.IdentityStatus{
-			ID: id.ID.String(), Pods: id.Pods, State: string(id.State), NotAfter: id.NotAfter, LastError: id.LastError,
-		})
-	}
-	return s
 }

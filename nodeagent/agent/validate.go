@@ -18,7 +18,9 @@ import (
 	"ambientd/certfetch"
 	"ambientd/certfetch/spiffeid"
 	"ambientd/iptables/backend"
+	"ambientd/iptables/iptables"
 	"ambientd/iptables/redirection"
+	"ambientd/nodeagent/enroll"
 	"ambientd/nodeagent/workload"
 )
 
@@ -28,6 +30,11 @@ const (
 
 	// pluginDelTimeout is when the plugin gives a DEL up and exits 0.
 	pluginDelTimeout = 900 * time.Millisecond
+
+	// minAuditInterval keeps audits from being all that a node does, maxAuditInterval
+	// damage that makes no notification (rules of x_tables) from staying unnoticed.
+	minAuditInterval = time.Second
+	maxAuditInterval = time.Hour
 )
 
 // Validate returns everything that is wrong with c, one line each, by the name
@@ -41,7 +48,7 @@ func (c Config) Validate() error {
 		c.checkChoices(),
 		setting("trust-domain", c.TrustDomain, trustErr),
 		policyErr,
-		c.redirectionOptions().Validate(),
+		c.checkRedirection(),
 		c.checkCertificates(),
 		c.checkTimeouts(),
 	)
@@ -86,7 +93,7 @@ func (c Config) checkPaths() error {
 		errs = append(errs, setting(socket.flag, socket.path, err))
 	}
 	_, err := c.manifestDir()
-	errs = append(errs, err)
+	errs = append(errs, err, setting("proc-root", c.ProcRoot, absolute(c.ProcRoot)))
 	if c.HTTPAddr != "" {
 		errs = append(errs, setting("http-addr", c.HTTPAddr, hostPort(c.HTTPAddr)))
 	}
@@ -128,6 +135,10 @@ func (c Config) manifestDir() (string, error) {
 func (c Config) checkChoices() error {
 	return errors.Join(
 		oneOf("redirection", c.Redirection, backend.Auto, backend.NFTables, backend.IPTables),
+		oneOf("ipv6-uncaptured", c.IPv6Uncaptured, string(redirection.UncapturedDrop), string(redirection.UncapturedAllow)),
+		oneOf("probe-scope", c.ProbeScope, string(redirection.ProbeScopePod), string(redirection.ProbeScopeDeclared)),
+		oneOf("on-repair", c.OnRepair, string(iptables.RepairDrop), string(iptables.RepairAllow)),
+		oneOf("existing-connections", c.ExistingConnections, string(enroll.KeepConnections), string(enroll.ResetConnections)),
 		oneOf("ca", c.CA, CABuiltin),
 		oneOf("cert-holder", c.CertHolder, CertHolderAgent),
 		oneOf("log-level", c.LogLevel, "debug", "info", "warn", "error"),
@@ -140,6 +151,20 @@ func oneOf(flag, value string, supported ...string) error {
 		return nil
 	}
 	return fmt.Errorf("--%s %q is not supported; supported: %s", flag, value, strings.Join(supported, ", "))
+}
+
+// checkRedirection leaves out what checkChoices reports.
+func (c Config) checkRedirection() error {
+	var errs []error
+	for _, name := range c.AllowedPodOptions {
+		errs = append(errs, oneOf("allowed-pod-options", name, workload.AllowableOptions()...))
+	}
+	if c.AuditInterval < minAuditInterval || c.AuditInterval > maxAuditInterval {
+		errs = append(errs, setting("audit-interval", c.AuditInterval, fmt.Errorf("must be %s to %s", minAuditInterval, maxAuditInterval)))
+	}
+	opts := c.redirectionOptions()
+	opts.IPv6Uncaptured = redirection.UncapturedDrop
+	return errors.Join(append(errs, opts.Validate())...)
 }
 
 // Level returns the log level that LogLevel names, or info.
@@ -225,7 +250,16 @@ func (c Config) redirectionOptions() redirection.Options {
 	opts := redirection.DefaultOptions()
 	opts.DNSCapture = c.DNSCapture
 	opts.IPv6 = c.IPv6
+	opts.IPv6Uncaptured = redirection.Uncaptured(c.IPv6Uncaptured)
 	opts.ProbeSourceIPv4 = c.ProbeSourceIPv4
 	opts.ProbeSourceIPv6 = c.ProbeSourceIPv6
 	return opts
+}
+
+// hostOptions are those of the host's rule for probes.
+func (c Config) hostOptions() redirection.HostOptions {
+	return redirection.HostOptions{
+		ProbeSourceIPv4: c.ProbeSourceIPv4, ProbeSourceIPv6: c.ProbeSourceIPv6,
+		IPv6: c.IPv6, Scope: redirection.ProbeScope(c.ProbeScope),
+	}
 }

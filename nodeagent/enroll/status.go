@@ -57,6 +57,9 @@ func (e *Enroller) Skipped() []admin.SkippedStatus {
 	return skipped
 }
 
+// Withheld tells whether an operator keeps the pod out of the mesh.
+func (e *Enroller) Withheld(uid string) bool { return e.isWithheld(uid) }
+
 // status is what the enrolment itself knows of the pod; the caller holds Enroller.mu.
 func (p *enrolment) status(certificate certfetch.IdentityStatus) admin.PodStatus {
 	s := admin.PodStatus{

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"time"
+
+	"ambientd/certfetch"
+	"ambientd/certfetch/spiffeid"
+	"ambientd/cni-plugin/podevent"
+	"ambientd/iptables/netnswatch"
+	"ambientd/nodeagent/admin"
+	"ambientd/nodeagent/audit"
+	"ambientd/nodeagent/enroll"
+	"ambientd/nodeagent/hostprobe"
+	"ambientd/nodeagent/podnetns"
+	"ambientd/nodeagent/watch"
+	"ambientd/nodeagent/workload"
+	"ambientd/nodeagent/zds"
+)
+
+// makeEnrolment makes what puts pods in the mesh.
+func (p *parts) makeEnrolment(host *podnetns.Host, sockets *sockets) (err error) {
+	if p.proxies, err = zds.New(zds.Config{Listener: sockets.zds, Logger: p.cfg.Logger}); err != nil {
+		return err
+	}
+	p.probes, err = hostprobe.New(hostprobe.Config{Kernel: p.backend.Host, Run: onHost, Options: p.cfg.hostOptions()})
+	if err != nil {
+		return err
+	}
+	finder, err := podnetns.NewFinder(podnetns.FinderConfig{Host: host, Holders: p.pins, ProcRoot: p.cfg.ProcRoot})
+	if err != nil {
+		return err
+	}
+	trustDomain, err := spiffeid.ParseTrustDomain(p.cfg.TrustDomain)
+	if err != nil {
+		return err
+	}
+	p.enroller, err = enroll.New(enroll.Config{
+		Host:         host,
+		Pins:         p.pins,
+		Pods:         p.pods,
+		Inventory:    p.pods,
+		Finder:       finder,
+		Records:      p.records,
+		Policy:       p.policy,
+		Defaults:     workload.Defaults{Redirection: p.cfg.redirectionOptions(), Allowed: p.cfg.AllowedPodOptions},
+		TrustDomain:  trustDomain,
+		Redirection:  p.backend.Backend,
+		BackendName:  p.backend.Name,
+		Predecessors: p.backend.Predecessors,
+		Probes:       p.probes,
+		Identities:   p.fetcher,
+		Fetched:      p.fetcher.Identities,
+		Registered:   p.registered,
+		NodeProxy:    p.proxies,
+		ProxySet:     p.proxies,
+
+		ExistingConnections: enroll.ExistingConnections(p.cfg.ExistingConnections),
+
+		ProxyTimeout: p.cfg.ProxyTimeout,
+		CertWait:     p.cfg.CertWait,
+		DelProxyWait: p.cfg.DelProxyWait,
+		Logger:       p.cfg.Logger,
+	})
+	return err
+}
+
+// registered tells whether the fetcher has the identity of some pod.
+func (p *parts) registered(id spiffeid.ID) bool {
+	_, err := p.fetcher.SVID(id)
+	return !errors.Is(err, certfetch.ErrNotRegistered)
+}
+
+// onHost runs fn in the host's netns, where all threads are but those inside a
+// [podnetns.Netns.Do]. The thread stays the same throughout: a child process dies with
+// the one that started it.
+func onHost(fn func() error) error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	return fn()
+}
+
+// makeAudit makes what compares pods with the kernel.
+func (p *parts) makeAudit() (err error) {
+	cfg := audit.Config{
+		Pods: p.enroller, Pins: p.pins, Host: p.probes, Interval: p.cfg.AuditInterval, Recorder: recorder{p}, Logger: p.cfg.Logger,
+	}
+	if watcher, err := watchHost(); err != nil {
+		p.cfg.Logger.Warn("changes in pods are noticed late, once an interval", "interval", p.cfg.AuditInterval, "err", err)
+	} else {
+		p.watcher, cfg.Watcher = watcher, watcher
+	}
+	p.auditor, err = audit.New(cfg)
+	return err
+}
+
+// watchHost begins to hear the kernel's notifications, those of the host's netns first.
+func watchHost() (*netnswatch.Watcher, error) {
+	own, err := os.Open("/proc/thread-self/ns/net")
+	if err != nil {
+		return nil, fmt.Errorf("opening the host's netns: %w", err)
+	}
+	defer own.Close()
+	w, err := netnswatch.New()
+	if err != nil {
+		return nil, err
+	}
+	_, err = w.Watch(own)
+	return w, err
+}
+
+// recorder is the metrics, which are made later than the auditor and before it runs.
+type recorder struct{ *parts }
+
+func (r recorder) Audited(subject string, took time.Duration) { r.metrics.Audited(subject, took) }
+func (r recorder) Repaired(part string)                       { r.metrics.Repaired(part) }
+func (r recorder) RepairFailed(subject string)                { r.metrics.RepairFailed(subject) }
+
+// countedHandler counts the plugin's events.
+type countedHandler struct {
+	watch.Handler
+	metrics *admin.Metrics
+}
+
+// Handle is part of watch.Handler.
+func (h countedHandler) Handle(ctx context.Context, req podevent.Request, netns *os.File) podevent.Reply {
+	began := time.Now()
+	reply := h.Handler.Handle(ctx, req, netns)
+	result, code := reply.Result, uint(0)
+	if reply.Error != nil {
+		result, code = "error", reply.Error.Code
+	}
+	h.metrics.CNIRequest(req.Command, result, code, time.Since(began))
+	return reply
+}
+
+// restore takes up what an earlier agent has left.
+func (p *parts) restore(ctx context.Context) error {
+	known, _, err := p.records.All() // the enroller says what is wrong with others
+	if err != nil {
+		return fmt.Errorf("reading the records of an earlier agent: %w", err)
+	}
+	p.earlier = map[string]struct{}{}
+	for _, r := range known {
+		if r.Skipped == "" {
+			p.earlier[r.UID] = struct{}{}
+		}
+	}
+	began := time.Now()
+	if err := p.enroller.Restore(ctx); err != nil {
+		return err
+	}
+	if len(p.earlier) > 0 {
+		p.cfg.Logger.Info("pods of an earlier agent taken up", "recorded", len(p.earlier), "enrolled", len(p.enroller.Enrolled()),
+			"took", time.Since(began).Round(time.Millisecond))
+	}
+	return nil
+}

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"time"
+)
+
+const (
+	// settlePause is between two looks at whether all pods are known; it doubles up to
+	// settlePauseMax.
+	settlePause    = 50 * time.Millisecond
+	settlePauseMax = 5 * time.Second
+
+	// takeoverWait is how long another agent's rule for probes may stay for the sake of
+	// pods that belong in the mesh and are not enrolled: they may not run at all.
+	takeoverWait = 30 * time.Second
+)
+
+// settleHost waits until the pods of the time before this start are known, and then
+// takes out of the host's netns what nobody needs any more: entries of pods that ended
+// while no agent ran, and the rule of whoever looked after probes before.
+func (p *parts) settleHost(ctx context.Context) error {
+	settled, takenOver := false, false
+	began := time.Now()
+	for pause := settlePause; !settled || !takenOver; pause = min(2*pause, settlePauseMax) {
+		all := p.enrolledOf(func(string) bool { return true })
+		if !settled && p.enrolledOf(func(uid string) bool { _, earlier := p.earlier[uid]; return earlier }) {
+			settled = p.attempt(ctx, "taking out probe entries of pods that have gone", p.probes.Settle)
+		}
+		if !takenOver && settled && (all || time.Since(began) > takeoverWait) {
+			takenOver = p.attempt(ctx, "taking another agent's rule for probes out of the host", p.takeOverHost)
+		}
+		if settled && takenOver {
+			break
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(pause):
+		}
+	}
+	return nil
+}
+
+// attempt does something once more unless it has worked; the next pause is the retry's.
+func (p *parts) attempt(ctx context.Context, doing string, do func(context.Context) error) bool {
+	err := do(ctx)
+	if err != nil && ctx.Err() == nil {
+		p.cfg.Logger.Warn(doing+" does not work yet, it is tried again", "err", err)
+	}
+	return err == nil
+}
+
+func (p *parts) takeOverHost(ctx context.Context) error {
+	found, err := p.backend.Predecessors.RemoveFromHost(ctx, onHost)
+	if found && err == nil {
+		p.cfg.Logger.Info("another agent's or backend's rule for probes taken out of the host")
+	}
+	return err
+}
+
+// enrolledOf tells whether all those pods of a complete list that belong in the mesh
+// are enrolled, or kept out by an operator.
+func (p *parts) enrolledOf(of func(uid string) bool) bool {
+	pods, complete := p.pods.List()
+	if !complete {
+		return false
+	}
+	enrolled := map[string]struct{}{}
+	for _, uid := range p.enroller.Enrolled() {
+		enrolled[uid] = struct{}{}
+	}
+	for _, pod := range pods {
+		if _, ok := enrolled[pod.UID]; !ok && of(pod.UID) && p.policy.Decide(pod).InMesh && !p.enroller.Withheld(pod.UID) {
+			return false
+		}
+	}
+	return true
+}

@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package audit
+
+import (
+	"context"
+	"math/rand/v2"
+	"sync"
+	"time"
+
+	"ambientd/iptables/netnswatch"
+	"ambientd/nodeagent/podnetns"
+)
+
+const (
+	// settleTime is between a notification and the audit that it prompts. Most changes
+	// come in several, a table and then a policy rule, and are to be one repair.
+	settleTime = 100 * time.Millisecond
+
+	// burst is how many audits of one subject notifications can prompt in an interval.
+	burst = 10
+
+	// firstRetry is the pause after a failed audit; it doubles up to the interval.
+	firstRetry = time.Second
+
+	// hostUID stands for the host among subjects. No pod has it: a UID is not empty.
+	hostUID = ""
+)
+
+// subject is what is audited: a pod, or the host.
+type subject struct {
+	uid      string
+	key      podnetns.Key
+	id       netnswatch.ID
+	watched  bool
+	due      time.Time // of the next regular audit
+	prompted time.Time // of an audit that a notification asks for; zero for none
+	running  bool
+	failures int // in a row
+	budget   budget
+}
+
+// at is when the subject is to be audited next.
+func (s *subject) at() time.Time {
+	if !s.prompted.IsZero() && s.prompted.Before(s.due) {
+		return s.prompted
+	}
+	return s.due
+}
+
+// budget bounds how often a subject is audited beyond the schedule.
+type budget struct {
+	left float64
+	at   time.Time // when left was so
+}
+
+// spend returns how long the next prompted audit has to wait, and counts it.
+func (b *budget) spend(now time.Time, interval time.Duration) time.Duration {
+	rate := burst / interval.Seconds()
+	b.left = min(burst, b.left+now.Sub(b.at).Seconds()*rate)
+	b.at = now
+	b.left--
+	if b.left >= 0 {
+		return settleTime
+	}
+	return max(settleTime, time.Duration(-b.left/rate*float64(time.Second)))
+}
+
+// schedule is the state of Run, which alone uses it.
+type schedule struct {
+	*Auditor
+	subjects map[string]*subject // by UID
+	byID     map[netnswatch.ID]*subject
+	done     chan finished
+	running  sync.WaitGroup
+}
+
+// finished is an audit that has ended.
+type finished struct {
+	uid    string
+	failed bool
+}
+
+// Run audits by schedule and on notifications until ctx ends, and returns nil when no
+// audit is at work any more.
+func (a *Auditor) Run(ctx context.Context) error {
+	s := &schedule{
+		Auditor: a, subjects: map[string]*subject{}, byID: map[netnswatch.ID]*subject{}, done: make(chan finished),
+	}
+	defer s.running.Wait()
+	var events <-chan netnswatch.ID
+	if a.cfg.Watcher != nil {
+		events = a.cfg.Watcher.Events()
+	}
+	s.byID[netnswatch.Own] = s.add(hostUID, podnetns.Key{})
+	s.follow()
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		timer.Reset(s.start(ctx))
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-a.cfg.Pods.Changed():
+			s.follow()
+		case id := <-events:
+			s.prompt(id)
+		case f := <-s.done:
+			s.finish(f)
+		case <-timer.C:
+		}
+	}
+}
+
+// start starts what is due, and returns the time until the next is.
+func (s *schedule) start(ctx context.Context) time.Duration {
+	now := time.Now()
+	next := now.Add(s.cfg.Interval)
+	for _, subject := range s.subjects {
+		switch at := subject.at(); {
+		case subject.running:
+		case at.After(now):
+			if at.Before(next) {
+				next = at
+			}
+		default:
+			s.audit(ctx, subject)
+		}
+	}
+	return next.Sub(now)
+}
+
+// audit audits in the background; those that find no place wait for one.
+func (s *schedule) audit(ctx context.Context, subject *subject) {
+	subject.running, subject.prompted = true, time.Time{}
+	uid := subject.uid
+	s.running.Go(func() {
+		f := finished{uid: uid}
+		if uid == hostUID {
+			_, err := s.auditHost(ctx)
+			f.failed = err != nil
+		} else {
+			found, ok := s.auditPod(ctx, uid)
+			f.failed = ok && found.Err != nil
+		}
+		select {
+		case s.done <- f:
+		case <-ctx.Done():
+		}
+	})
+}
+
+// finish sets when the subject is audited next. A notification that came meanwhile has
+// its own time.
+func (s *schedule) finish(f finished) {
+	subject, ok := s.subjects[f.uid]
+	if !ok {
+		return
+	}
+	subject.running = false
+	pause := s.cfg.Interval
+	if !f.failed {
+		subject.failures = 0
+	} else {
+		pause = min(pause, firstRetry<<min(subject.failures, 30))
+		subject.failures++
+	}
+	// Spread by a tenth either way, so that subjects that fell into step part again.
+	subject.due = time.Now().Add(pause*9/10 + rand.N(pause/5+1))
+}
+
+// prompt asks for an audit of what has changed.
+func (s *schedule) prompt(id netnswatch.ID) {
+	if id != netnswatch.All {
+		if subject, ok := s.byID[id]; ok {
+			s.hurry(subject)
+		}
+		return
+	}
+	for _, subject := range s.byID {
+		s.hurry(subject)
+	}
+}
+
+// hurry counts one notification. Further ones, until the audit that it asks for has
+// begun, are answered by that.
+func (s *schedule) hurry(subject *subject) {
+	if subject.prompted.IsZero() {
+		now := time.Now()
+		subject.prompted = now.Add(subject.budget.spend(now, s.cfg.Interval))
+	}
+}
+
+// add makes something a subject, somewhere in the next interval.
+func (s *schedule) add(uid string, key podnetns.Key) *subject {
+	now := time.Now()
+	added := &subject{uid: uid, key: key, due: now.Add(rand.N(s.cfg.Interval)), budget: budget{left: burst, at: now}}
+	s.subjects[uid] = added
+	return added
+}
+
+// follow makes the enrolled pods the subjects, and watches their netns.
+func (s *schedule) follow() {
+	enrolled := map[string]struct{}{}
+	for _, uid := range s.cfg.Pods.Enrolled() {
+		enrolled[uid] = struct{}{}
+	}
+	// Those that have gone first: the kernel may have given their numbers to new ones.
+	for uid, subject := range s.subjects {
+		if _, ok := enrolled[uid]; !ok && uid != hostUID {
+			s.unwatch(subject)
+			delete(s.subjects, uid)
+		}
+	}
+	s.results.keep(enrolled)
+	moved := map[string]*podnetns.Netns{}
+	for uid := range enrolled {
+		ns, ok := s.cfg.Pins.Get(uid)
+		if !ok {
+			continue
+		}
+		if known := s.subjects[uid]; known == nil || !known.watched || known.key != ns.Key() {
+			moved[uid] = ns
+			if known != nil {
+				s.unwatch(known)
+			}
+		}
+	}
+	for uid, ns := range moved {
+		s.watch(uid, ns)
+	}
+}
+
+// watch begins to watch a pod's netns, and makes the pod a subject unless it is one.
+func (s *schedule) watch(uid string, ns *podnetns.Netns) {
+	pod, known := s.subjects[uid]
+	if !known {
+		pod = s.add(uid, ns.Key())
+	}
+	pod.key = ns.Key()
+	if s.cfg.Watcher == nil {
+		return
+	}
+	id, err := s.cfg.Watcher.Watch(ns.File())
+	if err != nil {
+		// The pod is leaving, as a rule, and its netns closed; otherwise its regular audits
+		// are what notices.
+		s.cfg.Logger.Debug("changes in a pod are noticed late, once an interval", "uid", uid, "netns", ns.Key().String(), "err", err)
+		return
+	}
+	pod.id, pod.watched = id, true
+	s.byID[id] = pod
+}
+
+func (s *schedule) unwatch(subject *subject) {
+	if subject.watched {
+		s.cfg.Watcher.Unwatch(subject.id)
+		delete(s.byID, subject.id)
+		subject.watched = false
+	}
+}
