@@ -115,7 +115,7 @@ func tryNFTables(ctx context.Context, run redirection.Runner) (Chosen, error) {
 	if err != nil {
 		return Chosen{}, err
 	}
-	families, err := probe(ctx, b, run)
+	families, err := probeAll(ctx, b, b, run)
 	if err != nil {
 		return Chosen{}, err
 	}
@@ -128,12 +128,21 @@ func tryIPTables(ctx context.Context, run redirection.Runner) (Chosen, error) {
 	if err != nil {
 		return Chosen{}, err
 	}
-	families, err := probe(ctx, b, run)
+	families, err := probeAll(ctx, b, b, run)
 	if err != nil {
 		return Chosen{}, err
 	}
 	return Chosen{Backend: b, Name: IPTables, Reason: fmt.Sprintf(
 		"the iptables programs (variant %s) wrote, showed and removed every kind of rule, for %s", b.Variant(), families)}, nil
+}
+
+// probeAll probes a backend's work in a pod's namespace and in the host's.
+func probeAll(ctx context.Context, b Backend, host Host, run redirection.Runner) (redirection.Families, error) {
+	families, err := probe(ctx, b, run)
+	if err != nil {
+		return 0, err
+	}
+	return families, probeHost(ctx, host, run, families)
 }
 
 // advice says what an operator can do about the failure of a mode.
@@ -142,8 +151,8 @@ func advice(mode string, err error) string {
 	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES):
 		return "run the agent with CAP_NET_ADMIN and CAP_SYS_ADMIN in the user namespace that owns the network namespaces"
 	case mode == NFTables:
-		return "load nf_tables, nft_ct, nft_redir and nft_chain_nat, or choose mode " + IPTables
+		return "load nf_tables, nft_ct, nft_redir, nft_nat and nft_chain_nat, or choose mode " + IPTables
 	default:
-		return "install iptables 1.8 or newer, or choose mode " + NFTables
+		return "install iptables 1.8 or newer and load ip_set, or choose mode " + NFTables
 	}
 }

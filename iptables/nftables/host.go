@@ -125,14 +125,21 @@ func (b *Backend) DelEntry(ctx context.Context, run redirection.Runner, opts red
 	return nil
 }
 
-// RemoveHost deletes the host's table. Where there is none it succeeds.
+// RemoveHost deletes the host's table, and closes the socket that is kept for its entries. Where there is none it
+// succeeds.
 func (b *Backend) RemoveHost(ctx context.Context, run redirection.Runner) error {
 	removal, err := encodeRemoval(hostTable())
 	if err != nil {
 		return err
 	}
-	err = b.host.use(ctx, b.sockets, run, func(socket *rawnetlink.Socket) error { return commit(socket, removal) })
-	if err != nil && !errors.Is(err, unix.ENOENT) {
+	err = b.host.use(ctx, b.sockets, run, func(socket *rawnetlink.Socket) error {
+		err := commit(socket, removal)
+		if errors.Is(err, unix.ENOENT) {
+			err = nil
+		}
+		return errors.Join(err, b.host.close())
+	})
+	if err != nil {
 		return fmt.Errorf("removing the probes' rule (nftables): %w", err)
 	}
 	return nil

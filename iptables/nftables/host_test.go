@@ -8,9 +8,11 @@ import (
 	"fmt"
 	"net/netip"
 	"os/exec"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	google "github.com/google/nftables"
@@ -354,6 +356,22 @@ func TestHostSocketFollowsTheNamespace(t *testing.T) {
 	}
 	a.holds("10.0.0.1")
 	b.holds("10.0.0.2")
+}
+
+// TestHostSocketGoes has nothing left open that would hold the namespace.
+func TestHostSocketGoes(t *testing.T) {
+	n := newNode(t)
+	before := descriptors(t)
+	n.ensure()
+	n.add("10.0.0.1")
+	if err := n.backend.RemoveHost(t.Context(), n.run); err != nil {
+		t.Fatal(err)
+	}
+	for deadline := time.Now().Add(30 * time.Second); descriptors(t) > before; runtime.Gosched() {
+		if time.Now().After(deadline) {
+			t.Fatalf("%d descriptors in the end, %d before", descriptors(t), before)
+		}
+	}
 }
 
 func TestHostConcurrently(t *testing.T) {
