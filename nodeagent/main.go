@@ -68,6 +68,12 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return runAgent(ctx, rest, stdout, stderr)
 	case "status":
 		return showStatus(ctx, rest, stdout)
+	case "verify":
+		return verify(ctx, rest, stdout)
+	case "withdraw":
+		return withdraw(ctx, rest, stdout)
+	case "enrol":
+		return enrol(ctx, rest, stdout)
 	case "version", "--version", "-version":
 		return write(stdout, fmt.Sprintf("ambientd %s (%s, %s/%s)\n", buildVersion(), runtime.Version(), runtime.GOOS, runtime.GOARCH))
 	case "help", "--help", "-help", "-h":
@@ -86,6 +92,9 @@ Usage: ambientd COMMAND [FLAGS]
 
   run       run the agent until SIGINT or SIGTERM; pods stay in the mesh
   status    show what the running agent has enrolled
+  verify    compare pods with the kernel, and put right what differs
+  withdraw  take pods out of the mesh, to stay out
+  enrol     let pods back in that were withdrawn
   version   show the version
   help      show this, or the flags of a command: ambientd help run
 `
@@ -109,18 +118,32 @@ func write(w io.Writer, text string) error {
 // parse parses args with set, which holds flags only. On --help it prints help
 // and returns flag.ErrHelp.
 func parse(set *flag.FlagSet, args []string, stdout io.Writer, help func() string) error {
-	set.SetOutput(io.Discard) // errors are returned, help is printed below
-	err := set.Parse(args)
-	switch {
-	case errors.Is(err, flag.ErrHelp):
-		if err := write(stdout, help()); err != nil {
-			return err
-		}
-		return flag.ErrHelp
-	case err != nil:
-		return &usageError{err: gnuStyle(err), help: "ambientd " + set.Name() + " --help"}
-	case set.NArg() > 0:
-		return &usageError{err: fmt.Errorf("unexpected argument %q", set.Arg(0)), help: "ambientd " + set.Name() + " --help"}
+	names, err := parseNames(set, args, stdout, help)
+	if err == nil && len(names) > 0 {
+		return &usageError{err: fmt.Errorf("unexpected argument %q", names[0]), help: "ambientd " + set.Name() + " --help"}
 	}
-	return nil
+	return err
+}
+
+// parseNames is parse for a command that takes names too, before, between and after
+// its flags; after "--" everything is a name.
+func parseNames(set *flag.FlagSet, args []string, stdout io.Writer, help func() string) (names []string, err error) {
+	set.SetOutput(io.Discard) // errors are returned, help is printed below
+	for {
+		err := set.Parse(args)
+		switch {
+		case errors.Is(err, flag.ErrHelp):
+			if err := write(stdout, help()); err != nil {
+				return nil, err
+			}
+			return nil, flag.ErrHelp
+		case err != nil:
+			return nil, &usageError{err: gnuStyle(err), help: "ambientd " + set.Name() + " --help"}
+		}
+		rest := set.Args()
+		if parsed := len(args) - len(rest); parsed > 0 && args[parsed-1] == "--" || len(rest) == 0 {
+			return append(names, rest...), nil
+		}
+		names, args = append(names, rest[0]), rest[1:]
+	}
 }

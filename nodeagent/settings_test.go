@@ -30,7 +30,9 @@ adminSocket: /s/admin
 sdsSocket: /s/sds
 zdsSocket: /s/zds
 httpAddr: "[::1]:8080"
+procRoot: /host/proc
 podsFrom: manifests=/m
+allowedPodOptions: [exclude-interfaces]
 agentNamespace: mesh
 ownPods: [agent-*, proxy-*]
 excludeNamespaces: []
@@ -41,6 +43,11 @@ dnsCapture: false
 ipv6: false
 probeSourceIPv4: 169.254.1.1
 probeSourceIPv6: fd00::1
+ipv6Uncaptured: allow
+probeScope: declared
+onRepair: allow
+existingConnections: reset
+auditInterval: 5s
 trustDomain: example.org
 ca: builtin
 certHolder: agent
@@ -63,6 +70,8 @@ func fromEveryKey() agent.Config {
 		ExcludeNamespaces: []string{},
 		Selectors:         []workload.SelectorSpec{{PodSelector: metav1.LabelSelector{MatchLabels: map[string]string{"mesh": "yes"}}}},
 		Redirection:       "iptables", ProbeSourceIPv4: netip.MustParseAddr("169.254.1.1"), ProbeSourceIPv6: netip.MustParseAddr("fd00::1"),
+		IPv6Uncaptured: "allow", ProbeScope: "declared", OnRepair: "allow", ExistingConnections: "reset", AuditInterval: 5 * time.Second,
+		ProcRoot: "/host/proc", AllowedPodOptions: []string{"exclude-interfaces"},
 		TrustDomain: "example.org", CA: "builtin", CertHolder: "agent", CertTTL: time.Hour, CertWorkers: 8, CertLinger: 0,
 		PluginTimeout: 50 * time.Second, AddTimeout: 40 * time.Second, ProxyTimeout: 20 * time.Second, CertWait: 10 * time.Second,
 		DelProxyWait: 100 * time.Millisecond, LogLevel: "debug", LogFormat: "json",

@@ -17,37 +17,60 @@ import (
 
 // showStatus is the command status.
 func showStatus(ctx context.Context, args []string, stdout io.Writer) error {
-	cfg := agent.Default()
-	timeout := duration(5 * time.Second)
+	c := newClient("status", 5*time.Second)
 	asJSON := boolean(false)
-	flags := newFlags("status")
-	flags.group("Flags")
-	flags.add((*text)(&cfg.RunDir), "run-dir DIR", "what the agent was started with")
-	flags.addDerived((*text)(&cfg.AdminSocket), "admin-socket PATH", "unix socket of the agent (default <run-dir>/private/admin.sock)")
-	flags.add(&timeout, "timeout DURATION", "how long to wait for the agent")
-	flags.add(&asJSON, "json", "print JSON, for programs")
-	err := parse(flags.set, args, stdout, func() string {
-		return "Usage: ambientd status [FLAGS]\n\nShows what the agent on this machine has enrolled. Only root may ask.\n" + flags.help()
-	})
+	c.flags.add(&asJSON, "json", "print JSON, for programs")
+	err := parse(c.flags.set, args, stdout, c.help("Usage: ambientd status [FLAGS]\n\nShows what the agent on this machine has enrolled. Only root may ask.\n"))
 	if errors.Is(err, flag.ErrHelp) {
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, time.Duration(timeout))
+	ctx, cancel := c.bound(ctx)
 	defer cancel()
-	status, err := admin.Fetch(ctx, cfg.AdminSocketPath())
+	status, err := admin.Fetch(ctx, c.socket())
 	if err != nil {
 		return err
 	}
-	if !asJSON {
-		return admin.WriteTable(stdout, status, time.Now())
+	if asJSON {
+		return writeJSON(stdout, status)
 	}
+	return admin.WriteTable(stdout, status, time.Now())
+}
+
+// client is what commands have in common that ask the running agent.
+type client struct {
+	flags   *flags
+	cfg     agent.Config // of which the socket's path counts
+	timeout duration
+}
+
+func newClient(command string, timeout time.Duration) *client {
+	c := &client{flags: newFlags(command), cfg: agent.Default(), timeout: duration(timeout)}
+	c.flags.group("Flags")
+	c.flags.add((*text)(&c.cfg.RunDir), "run-dir DIR", "what the agent was started with")
+	c.flags.addDerived((*text)(&c.cfg.AdminSocket), "admin-socket PATH", "unix socket of the agent (default <run-dir>/private/admin.sock)")
+	c.flags.add(&c.timeout, "timeout DURATION", "how long to wait for the agent")
+	return c
+}
+
+func (c *client) help(usage string) func() string {
+	return func() string { return usage + c.flags.help() }
+}
+
+func (c *client) socket() string { return c.cfg.AdminSocketPath() }
+
+// bound returns a context that ends with the time that the user gave.
+func (c *client) bound(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(ctx, time.Duration(c.timeout))
+}
+
+func writeJSON(stdout io.Writer, value any) error {
 	encoder := json.NewEncoder(stdout)
 	encoder.SetIndent("", "  ")
-	if err := encoder.Encode(status); err != nil {
-		return fmt.Errorf("printing the status: %w", err)
+	if err := encoder.Encode(value); err != nil {
+		return fmt.Errorf("printing the answer: %w", err)
 	}
 	return nil
 }

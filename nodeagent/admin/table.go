@@ -69,11 +69,11 @@ func writeAgent(page *bytes.Buffer, s Status, now time.Time) {
 // backend says which it is, why, and since when that is known: the decision is kept
 // until the machine boots.
 func backend(r RedirectionStatus, now time.Time) string {
-	text := fmt.Sprintf("%s (%s)", r.Backend, r.Reason)
+	reason := r.Reason
 	if !r.Probed.IsZero() {
-		text += ", probed " + short(now.Sub(r.Probed)) + " ago"
+		reason += "; probed " + short(now.Sub(r.Probed)) + " ago"
 	}
-	return text
+	return fmt.Sprintf("%s (%s)", r.Backend, reason)
 }
 
 func proxies(connected []ProxyStatus, now time.Time) string {
