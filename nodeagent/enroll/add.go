@@ -142,6 +142,7 @@ func (e *Enroller) commit(p *enrolment) {
 	p.done = true
 	p.place.ips = p.ips
 	e.places[p.pod.UID] = p.place
+	delete(e.ended, p.pod.UID)
 	e.attachments.setSkipped(p.pod.UID, p.netns, "")
 	e.signalChange()
 }

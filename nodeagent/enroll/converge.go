@@ -88,6 +88,11 @@ func (e *Enroller) plan(pods []workload.Pod, complete bool) plan {
 			delete(e.withheld, uid)
 		}
 	}
+	for uid := range e.ended {
+		if _, ok := listed[uid]; !ok {
+			delete(e.ended, uid)
+		}
+	}
 	return p
 }
 
@@ -158,6 +163,9 @@ func (e *Enroller) enrolFound(ctx context.Context, pod workload.Pod, ns *podnetn
 	defer release()
 	if _, meanwhile := e.enrolment(pod.UID); meanwhile || e.isWithheld(pod.UID) {
 		return ns.Close()
+	}
+	if e.hasEnded(pod.UID, ns.Key()) {
+		return errors.Join(fmt.Errorf("its sandbox has ended: %w", podnetns.ErrNotFound), ns.Close())
 	}
 	return e.enrolRunningIn(ctx, pod, e.placeOf(pod, ns.Key()), ns)
 }

@@ -5,7 +5,12 @@ package enroll_test
 import (
 	"fmt"
 	"maps"
+	"net/netip"
+	"os"
+	"path/filepath"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"ambientd/cni-plugin/podevent"
 	"ambientd/iptables/redirection"
@@ -94,6 +99,35 @@ func TestObjectGone(t *testing.T) {
 	r.await(t, r.allInState(0))
 	must(t, peer.AwaitDel(t.Context(), pod.UID))
 	r.assertNothing(t, peer, pod, ns)
+}
+
+// TestEndedSandbox: after its DEL a pod whose object and netns are still there is not
+// enrolled there again; a new ADD does so.
+func TestEndedSandbox(t *testing.T) {
+	netnsDir := t.TempDir()
+	r := newRig(t, func(c *enroll.Config) {
+		finder, err := podnetns.NewFinder(podnetns.FinderConfig{Host: c.Host, Holders: c.Pins, ProcRoot: t.TempDir(), NetnsDirs: []string{netnsDir}})
+		must(t, err)
+		c.Finder = finder
+	})
+	peer := r.proxy(t, nil)
+	pod := r.meshed("web", "web")
+	ns := r.running(t, pod, 1)
+	path := filepath.Join(netnsDir, "web")
+	must(t, os.WriteFile(path, nil, 0o600))
+	must(t, unix.Mount(fmt.Sprintf("/proc/self/fd/%d", ns.File().Fd()), path, "", unix.MS_BIND, ""))
+	t.Cleanup(func() { must(t, unix.Unmount(path, unix.MNT_DETACH)) })
+	pod.IPs = []netip.Addr{netip.MustParseAddr("10.1.0.1")}
+	r.pods.put(pod)
+	want(t, r.del(t.Context(), pod, "c-"+pod.Name, nil), podevent.ResultWithdrawn)
+	r.follow(t)
+	other := r.meshed("other", "other")
+	r.running(t, other, 2)
+	other.NamespaceLabels = nil
+	r.pods.put(other)
+	r.await(t, r.allInState(0)) // so Run has looked at both
+	r.assertNothing(t, peer, pod, ns)
+	want(t, r.add(t.Context(), pod, "c-again", ns), podevent.ResultEnrolled)
 }
 
 // TestOptionsChange: an annotation of a running pod is applied in place; one that

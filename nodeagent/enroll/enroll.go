@@ -157,9 +157,10 @@ type Enroller struct {
 	changed chan struct{} // holds a token when the set of enrolled pods has changed
 
 	mu          sync.Mutex
-	pods        map[string]*enrolment // by pod UID
-	places      map[string]place      // by pod UID, also of pods outside the mesh
-	withheld    map[string]bool       // by pod UID: withdrawn by an operator, to stay out
+	pods        map[string]*enrolment   // by pod UID
+	places      map[string]place        // by pod UID, also of pods outside the mesh
+	withheld    map[string]bool         // by pod UID: withdrawn by an operator, to stay out
+	ended       map[string]podnetns.Key // by pod UID: the netns of a sandbox whose last DEL came
 	attachments attachments
 }
 
@@ -192,6 +193,7 @@ func New(cfg Config) (*Enroller, error) {
 		pods:        map[string]*enrolment{},
 		places:      map[string]place{},
 		withheld:    map[string]bool{},
+		ended:       map[string]podnetns.Key{},
 		attachments: newAttachments(),
 	}, nil
 }

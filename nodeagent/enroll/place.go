@@ -80,6 +80,24 @@ func (e *Enroller) recall(r records.Record) {
 	}
 }
 
+// end forgets a pod whose last attachment in the netns has ended. Its processes, and its
+// object, may be there for a while: it is not to be enrolled there again as a running
+// pod.
+func (e *Enroller) end(uid string, netns podnetns.Key) {
+	e.mu.Lock()
+	e.ended[uid] = netns
+	e.mu.Unlock()
+	e.forgetPlace(uid)
+}
+
+// hasEnded tells whether the runtime has ended the pod's sandbox with that netns.
+func (e *Enroller) hasEnded(uid string, netns podnetns.Key) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	key, ok := e.ended[uid]
+	return ok && key == netns
+}
+
 // forgetPlace lets go of all that is known of a pod that does not run here any more.
 func (e *Enroller) forgetPlace(uid string) {
 	e.mu.Lock()

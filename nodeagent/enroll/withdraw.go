@@ -98,7 +98,7 @@ func (e *Enroller) delUnrecorded(ctx context.Context, netns *os.File) (podevent.
 // half way.
 func (e *Enroller) withdraw(ctx context.Context, p *enrolment) error {
 	err := e.takeOut(ctx, p)
-	e.forgetPlace(p.pod.UID)
+	e.end(p.pod.UID, p.netns)
 	e.cfg.Logger.Info("pod withdrawn", "pod", p.pod.String(), "uid", p.pod.UID, "netns", p.netns.String(), "identity", p.identity.String())
 	return err
 }
@@ -143,7 +143,7 @@ func (e *Enroller) forgetUnattached(a attachment) {
 	gone := e.places[a.uid].key == a.netns && !e.attachments.holds(a.uid, a.netns)
 	e.mu.Unlock()
 	if gone {
-		e.forgetPlace(a.uid)
+		e.end(a.uid, a.netns)
 	}
 }
 
