@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"syscall"
 	"testing"
 	"time"
 
@@ -71,6 +72,10 @@ func checkConnMark(t *testing.T, n *network, from, to netip.AddrPort, want uint3
 // then the proxy's own, then the app's again. In one conntrack zone they would be
 // one connection, and the second would go wherever the first went.
 func collidingQueries(t *testing.T, n *network, f redirection.Families) outcome {
+	// A child of a test that runs at the same time holds a copy of every socket
+	// between fork and exec, and with it the port.
+	syscall.ForkLock.RLock()
+	defer syscall.ForkLock.RUnlock()
 	resolver := netip.AddrPortFrom(n.addr(peer, f), redirection.DNSPort)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
