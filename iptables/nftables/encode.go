@@ -7,10 +7,9 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/google/nftables"
-	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 
+	"ambientd/iptables/rawnetlink"
 	"ambientd/iptables/redirection"
 )
 
@@ -29,144 +28,138 @@ func (b *batch) describe(sequence uint32) string {
 	return fmt.Sprintf("message %d", sequence)
 }
 
-// encodeReplacement encodes the transaction after which our table holds exactly the chains given, whatever it held before.
-// Adding the table first makes the deletion succeed where there is none; both happen at once for packets.
-func encodeReplacement(chains []chainLines) (*batch, error) {
-	return encode(func(conn *nftables.Conn) error {
-		replaceTable(conn, ourTable())
-		return addChains(conn, chains)
-	})
+// change is one message of a transaction.
+type change struct {
+	message uint16 // NFT_MSG_
+	flags   uint16 // besides NLM_F_REQUEST and, for the last one, NLM_F_ACK
+	payload []byte
+	what    string // it does, for errors
 }
 
-// replaceTable makes an empty table of it, whether there is one or not.
-func replaceTable(conn *nftables.Conn, table *nftables.Table) {
-	conn.AddTable(table)
-	conn.DelTable(table)
-	conn.CreateTable(table)
+// assemble makes a transaction of changes. Only the last one asks for an acknowledgement: all others would have to be
+// read, and a message that fails is reported without asking. The first message asks for its echo, for which the kernel
+// tells the generation that the transaction made (nf_tables_gen_notify, net/netfilter/nf_tables_api.c).
+func assemble(changes []change) *batch { return assembleWith(nil, changes) }
+
+// assembleAt makes a transaction that the kernel refuses with ERESTART unless it is the next one after that generation.
+func assembleAt(generation uint32, changes []change) *batch {
+	return assembleWith([]rawnetlink.Attribute{number(batchGenerationID, generation)}, changes)
 }
 
-// encodeCreation encodes the transaction that makes our table where there is none. With a table, it fails with EEXIST.
-func encodeCreation(chains []chainLines) (*batch, error) {
-	return encode(func(conn *nftables.Conn) error {
-		conn.CreateTable(ourTable())
-		return addChains(conn, chains)
-	})
-}
+// batchGenerationID is NFNL_BATCH_GENID of linux/netfilter/nfnetlink.h, which package unix does not have.
+const batchGenerationID = 1
 
-// encodeRemoval encodes the transaction that deletes a table. Without the table, it fails with ENOENT.
-func encodeRemoval(table *nftables.Table) (*batch, error) {
-	return encode(func(conn *nftables.Conn) error {
-		conn.DelTable(table)
-		return nil
-	})
-}
-
-func ourTable() *nftables.Table {
-	return &nftables.Table{Name: redirection.NFTablesTable, Family: nftables.TableFamilyINet}
-}
-
-// encode returns what build makes the library send as a transaction that can be sent as it is, and often. The messages
-// given as more come last in it.
-func encode(build func(*nftables.Conn) error, more ...netlink.Message) (*batch, error) {
-	var messages []netlink.Message
-	conn, err := nftables.New(nftables.WithTestDial(func(request []netlink.Message) ([]netlink.Message, error) {
-		messages = append(messages, request...)
-		return acknowledge(request), nil
-	}))
-	if err != nil {
-		return nil, fmt.Errorf("encoding the rules: %w", err)
-	}
-	if err := build(conn); err != nil {
-		return nil, err
-	}
-	if err := conn.Flush(); err != nil {
-		return nil, fmt.Errorf("encoding the rules: %w", err)
-	}
-	// The library begins and ends the transaction.
-	return assemble(slices.Concat(messages[1:len(messages)-1], more))
-}
-
-// acknowledge answers for the kernel: one ACK for each message that asks for it. The library calls again, without a
-// message, for each answer that it then reads.
-func acknowledge(request []netlink.Message) []netlink.Message {
-	var acks []netlink.Message
-	for _, m := range request {
-		if m.Header.Flags&netlink.Acknowledge == 0 {
-			continue
+func assembleWith(conditions []rawnetlink.Attribute, changes []change) *batch {
+	b := &batch{last: uint32(len(changes))}
+	add := func(m rawnetlink.Message, step string) {
+		m.Flags |= unix.NLM_F_REQUEST
+		m.Sequence = uint32(len(b.steps))
+		if m.Sequence == b.last {
+			m.Flags |= unix.NLM_F_ACK
 		}
-		acks = append(acks, netlink.Message{
-			Header: netlink.Header{Type: netlink.Error, Sequence: m.Header.Sequence, PID: m.Header.PID},
-			Data:   make([]byte, 4),
-		})
+		b.bytes = rawnetlink.AppendMessage(b.bytes, m)
+		b.steps = append(b.steps, step)
 	}
-	return acks
-}
-
-// assemble makes a transaction of messages. Only the last one asks for an ACK: 27 others would have to be read, and a
-// message that fails is reported without asking. None asks for its echo.
-func assemble(messages []netlink.Message) (*batch, error) {
 	// struct nfgenmsg, of which the kernel takes the subsystem from res_id.
-	subsystem := []byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}
-	frame := func(kind netlink.HeaderType) netlink.Message {
-		return netlink.Message{Header: netlink.Header{Type: kind, Flags: netlink.Request}, Data: subsystem}
+	frame := []byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}
+	begin := slices.Clone(frame)
+	for _, a := range conditions {
+		begin = rawnetlink.AppendAttribute(begin, a)
 	}
-	b := &batch{last: uint32(len(messages))}
-	messages = slices.Concat([]netlink.Message{frame(unix.NFNL_MSG_BATCH_BEGIN)}, messages, []netlink.Message{frame(unix.NFNL_MSG_BATCH_END)})
-	for i, m := range messages {
-		m.Header.Sequence = uint32(i)
-		m.Header.PID = 0
-		m.Header.Flags &^= netlink.Echo | netlink.Acknowledge
-		if uint32(i) == b.last {
-			m.Header.Flags |= netlink.Acknowledge
-		}
-		m.Header.Length = uint32(nlmsgHeader + len(m.Data))
-		encoded, err := m.MarshalBinary()
-		if err != nil {
-			return nil, fmt.Errorf("encoding the rules: %w", err)
-		}
-		b.bytes = append(b.bytes, encoded...)
-		b.steps = append(b.steps, describeStep(m))
+	add(rawnetlink.Message{Type: unix.NFNL_MSG_BATCH_BEGIN, Flags: unix.NLM_F_ECHO, Payload: begin}, "beginning a transaction")
+	for _, c := range changes {
+		add(rawnetlink.Message{Type: messageType(c.message), Flags: c.flags, Payload: c.payload}, c.what)
 	}
-	return b, nil
-}
-
-// nlmsgHeader is the length of struct nlmsghdr.
-const nlmsgHeader = unix.NLMSG_HDRLEN
-
-// describeStep names what a message of a batch does: "adding rule 2 of chain nat_output" would need a count that nobody
-// has at hand when it fails, so rules are named by the comment that they carry.
-func describeStep(m netlink.Message) string {
-	if len(m.Data) < nfgenHeader {
-		return "an incomplete message"
-	}
-	field := func(kind uint16) string { return text(lookup(m.Data[nfgenHeader:], kind)) }
-	switch uint16(m.Header.Type) {
-	case unix.NFNL_MSG_BATCH_BEGIN:
-		return "beginning a transaction"
-	case unix.NFNL_MSG_BATCH_END:
-		return "committing the transaction"
-	case messageType(unix.NFT_MSG_NEWTABLE):
-		return "adding table inet " + field(unix.NFTA_TABLE_NAME)
-	case messageType(unix.NFT_MSG_DELTABLE):
-		return "deleting table inet " + field(unix.NFTA_TABLE_NAME)
-	case messageType(unix.NFT_MSG_NEWSET):
-		return "adding set " + field(unix.NFTA_SET_NAME)
-	case messageType(unix.NFT_MSG_NEWSETELEM):
-		return "adding elements to set " + field(unix.NFTA_SET_ELEM_LIST_SET)
-	case messageType(unix.NFT_MSG_DELSETELEM):
-		return "emptying set " + field(unix.NFTA_SET_ELEM_LIST_SET)
-	case messageType(unix.NFT_MSG_NEWCHAIN):
-		return "adding chain " + field(unix.NFTA_CHAIN_NAME)
-	case messageType(unix.NFT_MSG_NEWRULE):
-		return fmt.Sprintf("adding %s to chain %s",
-			comment(lookup(m.Data[nfgenHeader:], unix.NFTA_RULE_USERDATA)), field(unix.NFTA_RULE_CHAIN))
-	default:
-		return fmt.Sprintf("message of type %#x", uint16(m.Header.Type))
-	}
+	add(rawnetlink.Message{Type: unix.NFNL_MSG_BATCH_END, Payload: frame}, "committing the transaction")
+	return b
 }
 
 // messageType returns the type of an nf_tables message: the subsystem in the upper byte (linux/netfilter/nfnetlink.h).
 func messageType(message uint16) uint16 { return unix.NFNL_SUBSYS_NFTABLES<<8 | message }
+
+// encodeReplacement encodes the transaction after which our table holds exactly the chains given, whatever it held before.
+func encodeReplacement(chains []chainLines) (*batch, error) {
+	added, err := addChains(redirection.NFTablesTable, chains)
+	return assemble(slices.Concat(replaceTable(redirection.NFTablesTable), added)), err
+}
+
+// encodeCreation encodes the transaction that makes our table where there is none. With a table, it fails with EEXIST.
+func encodeCreation(chains []chainLines) (*batch, error) {
+	added, err := addChains(redirection.NFTablesTable, chains)
+	return assemble(slices.Concat([]change{addTable(redirection.NFTablesTable, unix.NLM_F_EXCL)}, added)), err
+}
+
+// encodeRemoval encodes the transaction that deletes a table. Without the table, it fails with ENOENT.
+func encodeRemoval(table string) *batch { return assemble([]change{deleteTable(table)}) }
+
+// replaceTable makes an empty table, whether there is one or not: adding it first makes the deletion succeed where there
+// is none. All of it happens at once for packets.
+func replaceTable(table string) []change {
+	return []change{addTable(table, 0), deleteTable(table), addTable(table, unix.NLM_F_EXCL)}
+}
+
+func addTable(table string, flags uint16) change {
+	return change{
+		message: unix.NFT_MSG_NEWTABLE, flags: unix.NLM_F_CREATE | flags,
+		payload: ofTable(table, unix.NFTA_TABLE_NAME), what: "adding table inet " + table,
+	}
+}
+
+func deleteTable(table string) change {
+	return change{
+		message: unix.NFT_MSG_DELTABLE, payload: ofTable(table, unix.NFTA_TABLE_NAME), what: "deleting table inet " + table,
+	}
+}
+
+// hook is where a chain is attached, and as what.
+type hook struct {
+	number   uint32 // NF_INET_
+	kind     string
+	priority int32
+}
+
+// addChain adds a chain whose policy is to accept.
+func addChain(table, name string, h hook) change {
+	at := rawnetlink.AppendAttribute(nil, number(unix.NFTA_HOOK_HOOKNUM, h.number))
+	at = rawnetlink.AppendAttribute(at, number(unix.NFTA_HOOK_PRIORITY, uint32(h.priority)))
+	payload := appendText(ofTable(table, unix.NFTA_CHAIN_TABLE), unix.NFTA_CHAIN_NAME, name)
+	payload = appendNested(payload, unix.NFTA_CHAIN_HOOK, at)
+	payload = rawnetlink.AppendAttribute(payload, number(unix.NFTA_CHAIN_POLICY, verdictAccept))
+	payload = appendText(payload, unix.NFTA_CHAIN_TYPE, h.kind)
+	return change{message: unix.NFT_MSG_NEWCHAIN, flags: unix.NLM_F_CREATE, payload: payload, what: "adding chain " + name}
+}
+
+// addRule appends a rule to a chain. The comment is for whoever lists it, and says in errors which rule it is: the
+// kernel's own name for it is a number that it gives later.
+func addRule(table, chain, comment string, expressions []expression) change {
+	payload := appendText(ofTable(table, unix.NFTA_RULE_TABLE), unix.NFTA_RULE_CHAIN, chain)
+	payload = appendNested(payload, unix.NFTA_RULE_EXPRESSIONS, expressionList(expressions))
+	payload = rawnetlink.AppendAttribute(payload, rawnetlink.Attribute{Type: unix.NFTA_RULE_USERDATA, Data: userComment(comment)})
+	return change{
+		message: unix.NFT_MSG_NEWRULE, flags: unix.NLM_F_CREATE | unix.NLM_F_APPEND,
+		payload: payload, what: fmt.Sprintf("adding %s to chain %s", comment, chain),
+	}
+}
+
+// ofTable returns the beginning of a payload about a table of family inet, whose name is the attribute given.
+func ofTable(name string, attribute uint16) []byte {
+	return appendText([]byte{unix.NFPROTO_INET, unix.NFNETLINK_V0, 0, 0}, attribute, name)
+}
+
+// appendText appends a string attribute, with the terminating zero that the kernel expects.
+func appendText(b []byte, kind uint16, value string) []byte {
+	return rawnetlink.AppendAttribute(b, rawnetlink.Attribute{Type: kind, Data: append([]byte(value), 0)})
+}
+
+// appendNested appends an attribute that holds attributes.
+func appendNested(b []byte, kind uint16, attributes []byte) []byte {
+	return rawnetlink.AppendAttribute(b, rawnetlink.Attribute{Type: kind | unix.NLA_F_NESTED, Data: attributes})
+}
+
+// number returns a 32-bit attribute. nf_tables has them big-endian.
+func number(kind uint16, value uint32) rawnetlink.Attribute {
+	return rawnetlink.Attribute{Type: kind, Data: binary.BigEndian.AppendUint32(nil, value)}
+}
 
 // nativeEndian returns a number as marks and conntrack zones are compared and set: in the byte order of the machine.
 func nativeEndian(value uint32) []byte { return binary.NativeEndian.AppendUint32(nil, value) }

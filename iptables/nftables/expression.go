@@ -3,262 +3,134 @@
 package nftables
 
 import (
-	"encoding/binary"
-	"fmt"
-	"slices"
-	"strings"
-
 	"golang.org/x/sys/unix"
 
 	"ambientd/iptables/rawnetlink"
 )
 
-// fields holds the attributes of an object by type.
-type fields map[uint16][]byte
+// register is the one that expressions load to and read from unless they say otherwise: rules compare one value at a time.
+const register = unix.NFT_REG_1
 
-func fieldsOf(b []byte) (fields, error) {
-	f := fields{}
-	for len(b) > 0 {
-		a, rest, err := rawnetlink.NextAttribute(b)
-		if err != nil {
-			return nil, err
-		}
-		f[a.Type], b = a.Data, rest
+// expression is one step of a rule, as an element of the rule's list (enum nft_expr_attributes of
+// linux/netfilter/nf_tables.h): a packet that does not compare as it should goes on to the next rule.
+type expression []byte
+
+func newExpression(name string, attributes ...rawnetlink.Attribute) expression {
+	var data []byte
+	for _, a := range attributes {
+		data = rawnetlink.AppendAttribute(data, a)
 	}
-	return f, nil
+	return appendNested(appendText(nil, unix.NFTA_EXPR_NAME, name), unix.NFTA_EXPR_DATA, data)
 }
 
-// take returns an attribute and takes it out, so that what is left was not understood.
-func (f fields) take(kind uint16) []byte {
-	data := f[kind]
-	delete(f, kind)
-	return data
+func expressionList(expressions []expression) []byte {
+	var list []byte
+	for _, e := range expressions {
+		list = appendNested(list, unix.NFTA_LIST_ELEM, e)
+	}
+	return list
 }
 
-// number takes a 32-bit attribute; it is 0, as it means, where it is absent. nf_tables sends them big-endian.
-func (f fields) number(kind uint16) uint32 { return bigEndian(f.take(kind)) }
-
-func bigEndian(data []byte) uint32 {
-	if len(data) != 4 {
-		return 0
-	}
-	return binary.BigEndian.Uint32(data)
+// value returns an attribute that holds bytes to compare or to set.
+func value(kind uint16, bytes []byte) rawnetlink.Attribute {
+	data := rawnetlink.AppendAttribute(nil, rawnetlink.Attribute{Type: unix.NFTA_DATA_VALUE, Data: bytes})
+	return rawnetlink.Attribute{Type: kind | unix.NLA_F_NESTED, Data: data}
 }
 
-// value takes a nested data attribute (enum nft_data_attributes) and returns the bytes or the verdict in it.
-func (f fields) value(kind uint16) string {
-	data := f.take(kind)
-	if verdict := lookup(data, unix.NFTA_DATA_VERDICT); verdict != nil {
-		return "verdict " + verdictName(lookup(verdict, unix.NFTA_VERDICT_CODE)) + text(lookup(verdict, unix.NFTA_VERDICT_CHAIN))
-	}
-	return fmt.Sprintf("0x%x", lookup(data, unix.NFTA_DATA_VALUE))
+// loadMeta loads a property of the packet (enum nft_meta_keys).
+func loadMeta(key uint32) expression {
+	return newExpression("meta", number(unix.NFTA_META_KEY, key), number(unix.NFTA_META_DREG, register))
 }
 
-// rest describes what was not taken. Zeros mean the same as absence in every expression that we use, and newer kernels
-// add attributes.
-func (f fields) rest() string {
-	var words []string
-	for kind, data := range f {
-		if slices.ContainsFunc(data, func(b byte) bool { return b != 0 }) {
-			words = append(words, fmt.Sprintf(" attribute%d=0x%x", kind, data))
-		}
-	}
-	slices.Sort(words)
-	return strings.Join(words, "")
+// setMeta sets one.
+func setMeta(key uint32) expression {
+	return newExpression("meta", number(unix.NFTA_META_KEY, key), number(unix.NFTA_META_SREG, register))
 }
 
-// describeExpressions returns a rule's expressions as text, in the notation of "nft --debug=netlink". Equal texts mean
-// equal behaviour: the form that was sent and the form that the kernel reports differ in bytes, but not in text.
-func describeExpressions(list []byte) (string, error) {
-	var b strings.Builder
-	for len(list) > 0 {
-		element, after, err := rawnetlink.NextAttribute(list)
-		if err != nil {
-			return "", err
-		}
-		list = after
-		expression, err := fieldsOf(element.Data)
-		if err != nil {
-			return "", err
-		}
-		data, err := fieldsOf(expression[unix.NFTA_EXPR_DATA])
-		if err != nil {
-			return "", err
-		}
-		if b.Len() > 0 {
-			b.WriteByte(' ')
-		}
-		b.WriteString("[ " + describeExpression(text(expression[unix.NFTA_EXPR_NAME]), data) + data.rest() + " ]")
-	}
-	return b.String(), nil
+// loadConntrack loads a property of the packet's connection (enum nft_ct_keys).
+func loadConntrack(key uint32) expression {
+	return newExpression("ct", number(unix.NFTA_CT_KEY, key), number(unix.NFTA_CT_DREG, register))
 }
 
-// describeExpression describes one expression and takes the attributes that it understands.
-func describeExpression(name string, f fields) string {
-	switch name {
-	case "meta":
-		key := f.number(unix.NFTA_META_KEY)
-		return describeLoad("meta", metaKey(key), f, unix.NFTA_META_DREG, unix.NFTA_META_SREG)
-	case "ct":
-		key := f.number(unix.NFTA_CT_KEY)
-		return describeLoad("ct", conntrackKey(key), f, unix.NFTA_CT_DREG, unix.NFTA_CT_SREG)
-	case "payload":
-		return fmt.Sprintf("payload load %db @ %s + %d => reg %d", f.number(unix.NFTA_PAYLOAD_LEN),
-			payloadBase(f.number(unix.NFTA_PAYLOAD_BASE)), f.number(unix.NFTA_PAYLOAD_OFFSET), f.number(unix.NFTA_PAYLOAD_DREG))
-	case "cmp":
-		return fmt.Sprintf("cmp %s reg %d %s", comparison(f.number(unix.NFTA_CMP_OP)), f.number(unix.NFTA_CMP_SREG),
-			f.value(unix.NFTA_CMP_DATA))
-	case "range":
-		return fmt.Sprintf("range %s reg %d %s %s", comparison(f.number(unix.NFTA_RANGE_OP)), f.number(unix.NFTA_RANGE_SREG),
-			f.value(unix.NFTA_RANGE_FROM_DATA), f.value(unix.NFTA_RANGE_TO_DATA))
-	case "bitwise":
-		return fmt.Sprintf("bitwise reg %d = ( reg %d & %s ) ^ %s length %d", f.number(unix.NFTA_BITWISE_DREG),
-			f.number(unix.NFTA_BITWISE_SREG), f.value(unix.NFTA_BITWISE_MASK), f.value(unix.NFTA_BITWISE_XOR),
-			f.number(unix.NFTA_BITWISE_LEN))
-	case "immediate":
-		return fmt.Sprintf("immediate reg %d %s", f.number(unix.NFTA_IMMEDIATE_DREG), f.value(unix.NFTA_IMMEDIATE_DATA))
-	case "lookup":
-		f.take(unix.NFTA_LOOKUP_SET_ID) // names the set within a transaction
-		return fmt.Sprintf("lookup reg %d set %s", f.number(unix.NFTA_LOOKUP_SREG), text(f.take(unix.NFTA_LOOKUP_SET)))
-	case "nat":
-		return describeNAT(f)
-	case "redir":
-		low, high := f.number(unix.NFTA_REDIR_REG_PROTO_MIN), f.number(unix.NFTA_REDIR_REG_PROTO_MAX)
-		if high == 0 { // the kernel fills it in
-			high = low
-		}
-		return fmt.Sprintf("redir reg %d to reg %d flags %#x", low, high, f.number(unix.NFTA_REDIR_FLAGS))
-	default:
-		return name
-	}
+// loadOriginal loads one of the connection's original direction.
+func loadOriginal(key uint32) expression {
+	return newExpression("ct", number(unix.NFTA_CT_KEY, key), number(unix.NFTA_CT_DREG, register),
+		rawnetlink.Attribute{Type: unix.NFTA_CT_DIRECTION, Data: []byte{0}}) // IP_CT_DIR_ORIGINAL
 }
 
-func describeNAT(f fields) string {
-	kind := "dnat"
-	if f.number(unix.NFTA_NAT_TYPE) == unix.NFT_NAT_SNAT {
-		kind = "snat"
-	}
-	family := f.number(unix.NFTA_NAT_FAMILY)
-	low, high := f.number(unix.NFTA_NAT_REG_ADDR_MIN), f.number(unix.NFTA_NAT_REG_ADDR_MAX)
-	flags := f.number(unix.NFTA_NAT_FLAGS)
-	if low != 0 { // both are what the kernel fills in
-		high = max(low, high)
-		flags |= unix.NF_NAT_RANGE_MAP_IPS
-	}
-	return fmt.Sprintf("nat %s family %d addr_min reg %d addr_max reg %d flags %#x", kind, family, low, high, flags)
+// setConntrack sets one.
+func setConntrack(key uint32) expression {
+	return newExpression("ct", number(unix.NFTA_CT_KEY, key), number(unix.NFTA_CT_SREG, register))
 }
 
-func describeLoad(name, key string, f fields, destination, source uint16) string {
-	if _, sets := f[source]; sets {
-		return fmt.Sprintf("%s set %s with reg %d", name, key, f.number(source))
-	}
-	return fmt.Sprintf("%s load %s => reg %d", name, key, f.number(destination))
+// loadPayload loads bytes of the packet, counted from a header (enum nft_payload_bases).
+func loadPayload(header, offset, length uint32) expression {
+	return loadPayloadTo(register, header, offset, length)
 }
 
-func metaKey(key uint32) string {
-	switch key {
-	case unix.NFT_META_MARK:
-		return "mark"
-	case unix.NFT_META_IIFNAME:
-		return "iifname"
-	case unix.NFT_META_OIFNAME:
-		return "oifname"
-	case unix.NFT_META_NFPROTO:
-		return "nfproto"
-	case unix.NFT_META_L4PROTO:
-		return "l4proto"
-	case unix.NFT_META_SKUID:
-		return "skuid"
-	default:
-		return fmt.Sprintf("key %d", key)
-	}
+func loadPayloadTo(register, header, offset, length uint32) expression {
+	return newExpression("payload", number(unix.NFTA_PAYLOAD_DREG, register), number(unix.NFTA_PAYLOAD_BASE, header),
+		number(unix.NFTA_PAYLOAD_OFFSET, offset), number(unix.NFTA_PAYLOAD_LEN, length))
 }
 
-func conntrackKey(key uint32) string {
-	switch key {
-	case unix.NFT_CT_MARK:
-		return "mark"
-	case unix.NFT_CT_ZONE:
-		return "zone"
-	default:
-		return fmt.Sprintf("key %d", key)
-	}
+// compare compares what was loaded, or as much of it as want is long.
+func compare(op uint32, want []byte) expression { return compareIn(register, op, want) }
+
+func compareIn(register, op uint32, want []byte) expression {
+	return newExpression("cmp", number(unix.NFTA_CMP_SREG, register), number(unix.NFTA_CMP_OP, op), value(unix.NFTA_CMP_DATA, want))
 }
 
-func payloadBase(base uint32) string {
-	switch base {
-	case unix.NFT_PAYLOAD_NETWORK_HEADER:
-		return "network header"
-	case unix.NFT_PAYLOAD_TRANSPORT_HEADER:
-		return "transport header"
-	default:
-		return fmt.Sprintf("base %d", base)
-	}
+// compareRange compares with a range, both ends included.
+func compareRange(op uint32, first, last []byte) expression {
+	return newExpression("range", number(unix.NFTA_RANGE_SREG, register), number(unix.NFTA_RANGE_OP, op),
+		value(unix.NFTA_RANGE_FROM_DATA, first), value(unix.NFTA_RANGE_TO_DATA, last))
 }
 
-func comparison(op uint32) string {
-	switch op {
-	case unix.NFT_CMP_EQ:
-		return "eq"
-	case unix.NFT_CMP_NEQ:
-		return "neq"
-	default:
-		return fmt.Sprintf("op %d", op)
-	}
+// mask keeps the bits of what was loaded that are in the mask, and then sets or flips those of xor.
+func mask(mask, xor []byte) expression { return maskTo(register, mask, xor) }
+
+func maskTo(destination uint32, mask, xor []byte) expression {
+	return newExpression("bitwise", number(unix.NFTA_BITWISE_SREG, register), number(unix.NFTA_BITWISE_DREG, destination),
+		number(unix.NFTA_BITWISE_LEN, uint32(len(mask))), value(unix.NFTA_BITWISE_MASK, mask), value(unix.NFTA_BITWISE_XOR, xor))
 }
 
-// NF_DROP and NF_ACCEPT of linux/netfilter.h.
-const (
-	verdictDrop   = 0
-	verdictAccept = 1
-)
-
-// verdictName names what a verdict code stands for (linux/netfilter.h, negative ones linux/netfilter/nf_tables.h).
-func verdictName(code []byte) string {
-	switch verdict := int32(bigEndian(code)); verdict {
-	case verdictDrop:
-		return "drop"
-	case verdictAccept:
-		return "accept"
-	case unix.NFT_RETURN:
-		return "return"
-	case unix.NFT_JUMP:
-		return "jump "
-	case unix.NFT_GOTO:
-		return "goto "
-	default:
-		return fmt.Sprintf("code %d", verdict)
-	}
+// load puts bytes in the register.
+func load(bytes []byte) expression {
+	return newExpression("immediate", number(unix.NFTA_IMMEDIATE_DREG, register), value(unix.NFTA_IMMEDIATE_DATA, bytes))
 }
 
-// lookup returns the data of the first attribute of that type, nil if there is none.
-func lookup(b []byte, kind uint16) []byte {
-	for len(b) > 0 {
-		a, rest, err := rawnetlink.NextAttribute(b)
-		if err != nil {
-			return nil
-		}
-		if a.Type == kind {
-			return a.Data
-		}
-		b = rest
-	}
-	return nil
+// decide ends the chain with a verdict.
+func decide(verdict uint32) expression {
+	code := rawnetlink.AppendAttribute(nil, number(unix.NFTA_VERDICT_CODE, verdict))
+	return newExpression("immediate", number(unix.NFTA_IMMEDIATE_DREG, unix.NFT_REG_VERDICT), rawnetlink.Attribute{
+		Type: unix.NFTA_IMMEDIATE_DATA | unix.NLA_F_NESTED, Data: appendNested(nil, unix.NFTA_DATA_VERDICT, code),
+	})
 }
 
-// text returns a string attribute without its terminating zero.
-func text(data []byte) string { return strings.TrimSuffix(string(data), "\x00") }
-
-// comment returns the comment in a rule's user data, as nft and this package store it (libnftnl's udata: type, length,
-// value with a terminating zero), or "a rule".
-func comment(data []byte) string {
-	const typeComment = 0
-	for len(data) >= 2 && len(data) >= 2+int(data[1]) {
-		value := data[2 : 2+int(data[1])]
-		if data[0] == typeComment {
-			return text(value)
-		}
-		data = data[2+int(data[1]):]
-	}
-	return "a rule"
+// redirect sends the packet to the local port in the register.
+func redirect() expression {
+	return newExpression("redir", number(unix.NFTA_REDIR_REG_PROTO_MIN, register),
+		number(unix.NFTA_REDIR_FLAGS, unix.NF_NAT_RANGE_PROTO_SPECIFIED))
 }
+
+// translateSource gives the packet the source address in the register.
+func translateSource(family byte) expression {
+	return newExpression("nat", number(unix.NFTA_NAT_TYPE, unix.NFT_NAT_SNAT), number(unix.NFTA_NAT_FAMILY, uint32(family)),
+		number(unix.NFTA_NAT_REG_ADDR_MIN, register))
+}
+
+// lookupIn goes on if what was loaded is in the set.
+func lookupIn(set string) expression {
+	return newExpression("lookup", number(unix.NFTA_LOOKUP_SREG, register),
+		rawnetlink.Attribute{Type: unix.NFTA_LOOKUP_SET, Data: append([]byte(set), 0)})
+}
+
+// userComment returns a comment as nft stores it in a rule's user data (libnftnl's udata: type, length, value with a
+// terminating zero).
+func userComment(comment string) []byte {
+	value := append([]byte(comment), 0)
+	return append([]byte{typeComment, byte(len(value))}, value...)
+}
+
+// typeComment is NFTNL_UDATA_RULE_COMMENT of libnftnl/udata.h.
+const typeComment = 0

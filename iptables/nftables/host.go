@@ -9,8 +9,6 @@ import (
 	"slices"
 	"sync"
 
-	"github.com/google/nftables"
-	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 
 	"ambientd/iptables/rawnetlink"
@@ -44,7 +42,7 @@ func (b *Backend) EnsureHost(ctx context.Context, run redirection.Runner, opts r
 			}
 			entries = state.fitting(opts)
 		}
-		return replaceHost(socket, opts, entries)
+		return commit(socket, assemble(append(buildHost(opts), additions(entries)...)))
 	})
 	if err != nil {
 		return fmt.Errorf("setting up the probes' rule (nftables): %w", err)
@@ -87,15 +85,13 @@ func (b *Backend) SetEntries(ctx context.Context, run redirection.Runner, opts r
 	if err := validateHost(opts, entries); err != nil {
 		return err
 	}
-	messages := make([]netlink.Message, 0, 4)
+	var changes []change
 	for _, family := range opts.Families().Each() {
-		messages = append(messages, elementMessage(unix.NFT_MSG_DELSETELEM, 0, ofSet(setOf(family)))) // all of them
+		set := setOf(family)
+		changes = append(changes, change{message: unix.NFT_MSG_DELSETELEM, payload: ofSet(set), what: "emptying set " + set})
 	}
-	batch, err := assemble(append(messages, additions(entries)...))
-	if err != nil {
-		return err
-	}
-	err = b.host.use(ctx, b.sockets, run, func(socket *rawnetlink.Socket) error { return commit(socket, batch) })
+	batch := assemble(append(changes, additions(entries)...))
+	err := b.host.use(ctx, b.sockets, run, func(socket *rawnetlink.Socket) error { return commit(socket, batch) })
 	if err != nil {
 		return fmt.Errorf("setting the entries of probes (nftables): %w", err)
 	}
@@ -128,12 +124,8 @@ func (b *Backend) DelEntry(ctx context.Context, run redirection.Runner, opts red
 // RemoveHost deletes the host's table, and closes the socket that is kept for its entries. Where there is none it
 // succeeds.
 func (b *Backend) RemoveHost(ctx context.Context, run redirection.Runner) error {
-	removal, err := encodeRemoval(hostTable())
-	if err != nil {
-		return err
-	}
-	err = b.host.use(ctx, b.sockets, run, func(socket *rawnetlink.Socket) error {
-		err := commit(socket, removal)
+	err := b.host.use(ctx, b.sockets, run, func(socket *rawnetlink.Socket) error {
+		err := commit(socket, encodeRemoval(redirection.HostTable))
 		if errors.Is(err, unix.ENOENT) {
 			err = nil
 		}
@@ -182,22 +174,9 @@ func (b *Backend) changeEntry(ctx context.Context, run redirection.Runner, messa
 	})
 }
 
-// replaceHost makes the host's table anew, with these entries.
-func replaceHost(socket *rawnetlink.Socket, opts redirection.HostOptions, entries []redirection.HostEntry) error {
-	batch, err := encode(func(conn *nftables.Conn) error { return buildHost(conn, opts) }, additions(entries)...)
-	if err != nil {
-		return err
-	}
-	return commit(socket, batch)
-}
-
 // wantedHost returns the host's table as the options call for it.
 func wantedHost(opts redirection.HostOptions) (*table, error) {
-	batch, err := encode(func(conn *nftables.Conn) error { return buildHost(conn, opts) })
-	if err != nil {
-		return nil, err
-	}
-	want, err := decode(redirection.HostTable, batch.bytes)
+	want, err := decode(redirection.HostTable, assemble(buildHost(opts)).bytes)
 	if err != nil {
 		return nil, fmt.Errorf("reading back the encoded rules: %w", err)
 	}
@@ -260,27 +239,24 @@ func (s *hostState) entryDifferences(wanted []redirection.HostEntry) []redirecti
 // length can say.
 const elementsPerMessage = 1024
 
-// additions returns the messages that add the entries to their sets.
-func additions(entries []redirection.HostEntry) []netlink.Message {
+// additions returns the changes that add the entries to their sets.
+func additions(entries []redirection.HostEntry) []change {
 	byFamily := map[redirection.Families][]redirection.HostEntry{}
 	for _, entry := range entries {
 		family := redirection.FamilyOf(entry.Addr)
 		byFamily[family] = append(byFamily[family], entry)
 	}
-	var messages []netlink.Message
+	var changes []change
 	for _, family := range redirection.DualStack.Each() {
+		set := setOf(family)
 		for part := range slices.Chunk(byFamily[family], elementsPerMessage) {
-			messages = append(messages, elementMessage(unix.NFT_MSG_NEWSETELEM, netlink.Create, appendElements(ofSet(setOf(family)), part...)))
+			changes = append(changes, change{
+				message: unix.NFT_MSG_NEWSETELEM, flags: unix.NLM_F_CREATE,
+				payload: appendElements(ofSet(set), part...), what: "adding elements to set " + set,
+			})
 		}
 	}
-	return messages
-}
-
-func elementMessage(message uint16, flags netlink.HeaderFlags, payload []byte) netlink.Message {
-	return netlink.Message{
-		Header: netlink.Header{Type: netlink.HeaderType(messageType(message)), Flags: netlink.Request | flags},
-		Data:   payload,
-	}
+	return changes
 }
 
 // appendElements appends the list of elements to a payload that names their set.
@@ -292,10 +268,6 @@ func appendElements(payload []byte, entries ...redirection.HostEntry) []byte {
 		list = appendNested(list, unix.NFTA_LIST_ELEM, appendNested(nil, unix.NFTA_SET_ELEM_KEY, value))
 	}
 	return appendNested(payload, unix.NFTA_SET_ELEM_LIST_ELEMENTS, list)
-}
-
-func appendNested(b []byte, kind uint16, data []byte) []byte {
-	return rawnetlink.AppendAttribute(b, rawnetlink.Attribute{Type: kind | unix.NLA_F_NESTED, Data: data})
 }
 
 // hostSocket keeps a socket in the host's namespace: entries come and go with every pod, and opening a socket takes

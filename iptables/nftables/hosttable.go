@@ -8,9 +8,6 @@ import (
 	"net/netip"
 	"slices"
 
-	"github.com/google/nftables"
-	"github.com/google/nftables/expr"
-	"github.com/google/nftables/userdata"
 	"golang.org/x/sys/unix"
 
 	"ambientd/iptables/rawnetlink"
@@ -36,67 +33,81 @@ const (
 	portRegisterIPv6 = unix.NFT_REG_2
 )
 
-func hostTable() *nftables.Table {
-	return &nftables.Table{Name: redirection.HostTable, Family: nftables.TableFamilyINet}
-}
-
-// buildHost makes the host's table as the options call for it, with empty sets, whatever it was before.
-func buildHost(conn *nftables.Conn, opts redirection.HostOptions) error {
-	table := hostTable()
-	replaceTable(conn, table)
-	accept := nftables.ChainPolicyAccept
-	chain := &nftables.Chain{
-		Name: hostChain, Table: table, Type: nftables.ChainTypeNAT, Policy: &accept,
-		Hooknum: nftables.ChainHookPostrouting, Priority: nftables.ChainPriorityRef(hostPriority),
-	}
+// buildHost returns the changes that make the host's table as the options call for it, with empty sets, whatever it was
+// before.
+func buildHost(opts redirection.HostOptions) []change {
+	changes := replaceTable(redirection.HostTable)
 	rules := redirection.HostRules(opts)
-	for _, rule := range rules {
-		if err := conn.AddSet(probeSet(table, rule), nil); err != nil {
-			return fmt.Errorf("encoding set %s: %w", rule.Set, err)
-		}
+	for i, rule := range rules {
+		changes = append(changes, addSet(rule, uint32(i)+1))
 	}
-	conn.AddChain(chain)
+	changes = append(changes, addChain(redirection.HostTable, hostChain,
+		hook{number: unix.NF_INET_POST_ROUTING, kind: "nat", priority: hostPriority}))
 	for _, rule := range rules {
-		conn.AddRule(&nftables.Rule{
-			Table: table, Chain: chain, Exprs: renderHostRule(rule),
-			UserData: userdata.AppendString(nil, userdata.TypeComment, "probes of "+rule.Family.String()),
-		})
+		changes = append(changes, addRule(redirection.HostTable, hostChain, "probes of "+rule.Family.String(), renderHostRule(rule)))
 	}
-	return nil
+	return changes
 }
 
-func probeSet(table *nftables.Table, rule redirection.HostRule) *nftables.Set {
-	address := nftables.TypeIPAddr
+// Numbers by which nft knows the types of keys (enum datatypes of its datatype.h), for listings; those of a concatenation
+// are put together, 6 bits each. The kernel knows lengths only.
+const (
+	typeIPv4Address = 7
+	typeIPv6Address = 8
+	typeService     = 13
+	typeBits        = 6
+)
+
+// From linux/netfilter/nf_tables.h; package unix does not have them.
+const (
+	setFlagConcat   = 0x80 // NFT_SET_CONCAT: keys have several parts
+	setDescConcat   = 2    // NFTA_SET_DESC_CONCAT
+	setFieldLength  = 1    // NFTA_SET_FIELD_LEN
+	lengthOfService = 2
+)
+
+// addSet adds the set that a rule looks addresses up in. The number tells it from others of the transaction.
+func addSet(rule redirection.HostRule, id uint32) change {
+	kind, length := uint32(typeIPv4Address), uint32(4)
 	if rule.Family == redirection.IPv6 {
-		address = nftables.TypeIP6Addr
+		kind, length = typeIPv6Address, 16
 	}
-	set := &nftables.Set{Table: table, Name: rule.Set, KeyType: address}
+	payload := appendText(ofTable(redirection.HostTable, unix.NFTA_SET_TABLE), unix.NFTA_SET_NAME, rule.Set)
+	var description []byte
 	if rule.Scope == redirection.ProbeScopeDeclared {
-		set.KeyType = nftables.MustConcatSetType(address, nftables.TypeInetService)
-		set.Concatenation = true
+		description = appendNested(nil, setDescConcat, slices.Concat(fieldOfLength(length), fieldOfLength(lengthOfService)))
+		kind, length = kind<<typeBits|typeService, length+4
+		payload = rawnetlink.AppendAttribute(payload, number(unix.NFTA_SET_FLAGS, setFlagConcat))
 	}
-	return set
+	for _, a := range []rawnetlink.Attribute{
+		number(unix.NFTA_SET_KEY_TYPE, kind), number(unix.NFTA_SET_KEY_LEN, length), number(unix.NFTA_SET_ID, id),
+	} {
+		payload = rawnetlink.AppendAttribute(payload, a)
+	}
+	if description != nil {
+		payload = appendNested(payload, unix.NFTA_SET_DESC, description)
+	}
+	return change{message: unix.NFT_MSG_NEWSET, flags: unix.NLM_F_CREATE, payload: payload, what: "adding set " + rule.Set}
 }
 
-func renderHostRule(rule redirection.HostRule) []expr.Any {
+func fieldOfLength(length uint32) []byte {
+	return appendNested(nil, unix.NFTA_LIST_ELEM, rawnetlink.AppendAttribute(nil, number(setFieldLength, length)))
+}
+
+func renderHostRule(rule redirection.HostRule) []expression {
 	var e expressions
-	e.compare(&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: register}, expr.CmpOpEq, []byte{protocolFamily(rule.Family)})
-	e.compare(&expr.Meta{Key: expr.MetaKeySKUID, Register: register}, expr.CmpOpNeq, nativeEndian(noSocket))
-	e.compare(&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register}, expr.CmpOpEq, []byte{byte(redirection.TCP)})
-	address := &expr.Payload{Base: expr.PayloadBaseNetworkHeader, Offset: 16, Len: 4, DestRegister: register}
-	portRegister := uint32(portRegisterIPv4)
+	e.compare(loadMeta(unix.NFT_META_NFPROTO), unix.NFT_CMP_EQ, []byte{protocolFamily(rule.Family)})
+	e.compare(loadMeta(unix.NFT_META_SKUID), unix.NFT_CMP_NEQ, nativeEndian(noSocket))
+	e.compare(loadMeta(unix.NFT_META_L4PROTO), unix.NFT_CMP_EQ, []byte{byte(redirection.TCP)})
+	offset, length, portRegister := uint32(16), uint32(4), uint32(portRegisterIPv4)
 	if rule.Family == redirection.IPv6 {
-		address.Offset, address.Len, portRegister = 24, 16, portRegisterIPv6
+		offset, length, portRegister = 24, 16, portRegisterIPv6
 	}
-	e = append(e, address)
+	e = append(e, loadPayload(unix.NFT_PAYLOAD_NETWORK_HEADER, offset, length))
 	if rule.Scope == redirection.ProbeScopeDeclared {
-		e = append(e, &expr.Payload{Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2, DestRegister: portRegister})
+		e = append(e, loadPayloadTo(portRegister, unix.NFT_PAYLOAD_TRANSPORT_HEADER, 2, lengthOfService))
 	}
-	return append(e,
-		&expr.Lookup{SourceRegister: register, SetName: rule.Set},
-		&expr.Immediate{Register: register, Data: rule.Source.AsSlice()},
-		&expr.NAT{Type: expr.NATTypeSourceNAT, Family: uint32(protocolFamily(rule.Family)), RegAddrMin: register},
-	)
+	return append(e, lookupIn(rule.Set), load(rule.Source.AsSlice()), translateSource(protocolFamily(rule.Family)))
 }
 
 // hostState is what the kernel reports of the host's table.

@@ -224,13 +224,6 @@ func (t *foundTable) without(chains []string) *foundTable {
 	return rest
 }
 
-// change is one message of a transaction that takes something away.
-type change struct {
-	message uint16
-	payload []byte
-	what    string
-}
-
 // change returns a message about the table. The name of the table is attribute 1 of all of them.
 func (t *foundTable) change(message uint16, what string) change {
 	payload := appendText([]byte{t.family, unix.NFNETLINK_V0, 0, 0}, unix.NFTA_TABLE_NAME, t.name)

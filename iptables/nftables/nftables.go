@@ -6,8 +6,8 @@
 //
 // # How it is fast
 //
-// The messages of a rule set depend on the options and on the families alone, so they are encoded once, by
-// google/nftables, and sent to every namespace as they are: one system call carries the whole transaction, one reads the
+// The messages of a rule set depend on the options and on the families alone, so they are encoded once, and sent to every
+// namespace as they are: one system call carries the whole transaction, one reads the
 // answer. Only opening the sockets happens inside the namespace. Verification asks for the generation number of the
 // namespace's rules; if it is another than when they were last seen to be right, our table is read as raw messages,
 // compared with bytes that an earlier comparison found to mean the same, and else expression by expression.
@@ -43,11 +43,7 @@ type Backend struct {
 
 // New returns a ready backend. It does not look at the kernel.
 func New() (*Backend, error) {
-	removal, err := encodeRemoval(ourTable())
-	if err != nil {
-		return nil, err
-	}
-	return &Backend{sockets: rawnetlink.New(), removal: removal}, nil
+	return &Backend{sockets: rawnetlink.New(), removal: encodeRemoval(redirection.NFTablesTable)}, nil
 }
 
 // Apply makes redirection in the namespace that run enters exactly what the options call for, whatever was there of ours

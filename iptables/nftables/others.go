@@ -4,7 +4,6 @@ package nftables
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 
@@ -207,28 +206,3 @@ func (b *Backend) removeOthers(ctx context.Context, run redirection.Runner, whos
 	})
 	return found, err
 }
-
-// assembleAt makes a transaction that the kernel refuses with ERESTART unless it is the next one after that generation.
-func assembleAt(generation uint32, changes []change) *batch {
-	begin := rawnetlink.AppendAttribute([]byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES},
-		rawnetlink.Attribute{Type: batchGenerationID, Data: binary.BigEndian.AppendUint32(nil, generation)})
-	b := &batch{last: uint32(len(changes))}
-	add := func(m rawnetlink.Message, step string) {
-		m.Flags |= unix.NLM_F_REQUEST
-		m.Sequence = uint32(len(b.steps))
-		if m.Sequence == b.last {
-			m.Flags |= unix.NLM_F_ACK
-		}
-		b.bytes = rawnetlink.AppendMessage(b.bytes, m)
-		b.steps = append(b.steps, step)
-	}
-	add(rawnetlink.Message{Type: unix.NFNL_MSG_BATCH_BEGIN, Payload: begin}, "beginning a transaction")
-	for _, c := range changes {
-		add(rawnetlink.Message{Type: messageType(c.message), Payload: c.payload}, c.what)
-	}
-	add(rawnetlink.Message{Type: unix.NFNL_MSG_BATCH_END, Payload: begin[:nfgenHeader]}, "committing the transaction")
-	return b
-}
-
-// batchGenerationID is NFNL_BATCH_GENID of linux/netfilter/nfnetlink.h, which package unix does not have.
-const batchGenerationID = 1

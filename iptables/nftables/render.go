@@ -8,16 +8,16 @@ import (
 	"fmt"
 	"net"
 
-	"github.com/google/nftables"
-	"github.com/google/nftables/expr"
-	"github.com/google/nftables/userdata"
 	"golang.org/x/sys/unix"
 
 	"ambientd/iptables/redirection"
 )
 
-// register is the one that every expression loads to and reads from: rules compare one value at a time.
-const register = unix.NFT_REG_1
+// Priorities where chains of their kind are by custom (enum nf_ip_hook_priorities of linux/netfilter_ipv4.h).
+const (
+	rawPriority    = -300 // before conntrack, as setting a zone must be
+	manglePriority = -150
+)
 
 // natPriority is one before where nat prerouting and output are by custom, so that our chains decide before those of
 // others, legacy iptables included: at equal priority the chain that was registered later would win. The kernel refuses
@@ -27,133 +27,125 @@ const natPriority = -101
 // chainName returns the name of a chain of the model in our table, such as "nat_output".
 func chainName(c redirection.Chain) string { return string(c.Table) + "_" + string(c.Hook) }
 
-// baseChain returns the chain with type and priority.
-func baseChain(c redirection.Chain) (*nftables.Chain, error) {
-	accept := nftables.ChainPolicyAccept
-	chain := &nftables.Chain{Name: chainName(c), Table: ourTable(), Type: nftables.ChainTypeFilter, Policy: &accept}
+// hookOf returns where a chain of the model is attached.
+func hookOf(c redirection.Chain) (hook, error) {
+	h := hook{kind: "filter"}
 	switch c.Hook {
 	case redirection.Prerouting:
-		chain.Hooknum = nftables.ChainHookPrerouting
+		h.number = unix.NF_INET_PRE_ROUTING
 	case redirection.Output:
-		chain.Hooknum = nftables.ChainHookOutput
+		h.number = unix.NF_INET_LOCAL_OUT
 	default:
-		return nil, fmt.Errorf("rendering chain %s: unknown hook", c)
+		return hook{}, fmt.Errorf("rendering chain %s: unknown hook", c)
 	}
 	switch c.Table {
-	case redirection.Raw: // before conntrack, as setting a zone must be
-		chain.Priority = nftables.ChainPriorityRaw
+	case redirection.Raw:
+		h.priority = rawPriority
 	case redirection.Mangle:
-		chain.Priority = nftables.ChainPriorityMangle
+		h.priority = manglePriority
 		if c.Hook == redirection.Output {
 			// Only a chain of type route makes the kernel look up the route again after the mark has changed.
-			chain.Type = nftables.ChainTypeRoute
+			h.kind = "route"
 		}
 	case redirection.NAT:
-		chain.Priority = nftables.ChainPriorityRef(natPriority)
-		chain.Type = nftables.ChainTypeNAT
+		h.priority = natPriority
+		h.kind = "nat"
 	default:
-		return nil, fmt.Errorf("rendering chain %s: unknown table", c)
+		return hook{}, fmt.Errorf("rendering chain %s: unknown table", c)
 	}
-	return chain, nil
+	return h, nil
 }
 
-// addChains adds the chains with their lines.
-func addChains(conn *nftables.Conn, chains []chainLines) error {
+// addChains returns the changes that add the chains with their lines to a table.
+func addChains(table string, chains []chainLines) ([]change, error) {
+	var changes []change
 	for _, c := range chains {
-		chain, err := baseChain(c.chain)
+		h, err := hookOf(c.chain)
 		if err != nil {
-			return err
+			return nil, err
 		}
-		conn.AddChain(chain)
+		changes = append(changes, addChain(table, chainName(c.chain), h))
 		for _, l := range c.lines {
 			verdict, err := renderVerdict(l.Verdict)
 			if err != nil {
-				return fmt.Errorf("rendering %s: %w", l.comment, err)
+				return nil, fmt.Errorf("rendering %s: %w", l.comment, err)
 			}
-			conn.AddRule(&nftables.Rule{
-				Table:    ourTable(),
-				Chain:    chain,
-				Exprs:    append(renderMatch(l.Rule), verdict...),
-				UserData: userdata.AppendString(nil, userdata.TypeComment, l.comment),
-			})
+			changes = append(changes, addRule(table, chainName(c.chain), l.comment, append(renderMatch(l.Rule), verdict...)))
 		}
 	}
-	return nil
+	return changes, nil
 }
 
 // renderMatch returns the expressions that a packet must pass, the cheap and telling ones first.
-func renderMatch(rule redirection.Rule) []expr.Any {
+func renderMatch(rule redirection.Rule) []expression {
 	var e expressions
 	m := rule.Match
 	if rule.Families != redirection.DualStack {
 		// A table of family inet sees both.
-		e.compare(&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: register}, expr.CmpOpEq, []byte{protocolFamily(rule.Families)})
+		e.compare(loadMeta(unix.NFT_META_NFPROTO), unix.NFT_CMP_EQ, []byte{protocolFamily(rule.Families)})
 	}
-	e.interfaceName(expr.MetaKeyIIFNAME, m.In)
-	e.interfaceName(expr.MetaKeyOIFNAME, m.Out)
+	e.interfaceName(unix.NFT_META_IIFNAME, m.In)
+	e.interfaceName(unix.NFT_META_OIFNAME, m.Out)
 	e.address(m.Source, 12, 8)
 	e.address(m.Destination, 16, 24)
 	if m.Protocol != redirection.AnyProtocol {
-		e.compare(&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register}, expr.CmpOpEq, []byte{byte(m.Protocol)})
+		e.compare(loadMeta(unix.NFT_META_L4PROTO), unix.NFT_CMP_EQ, []byte{byte(m.Protocol)})
 	}
 	e.port(m.SourcePort, 0)
 	e.port(m.DestinationPort, 2)
 	if m.WithoutSYN {
 		// The flags are byte 13 of the TCP header; SYN is bit 1 (RFC 9293, section 3.1).
-		e.masked(&expr.Payload{Base: expr.PayloadBaseTransportHeader, Offset: 13, Len: 1, DestRegister: register},
-			[]byte{2}, expr.CmpOpEq, []byte{0})
+		e.masked(loadPayload(unix.NFT_PAYLOAD_TRANSPORT_HEADER, 13, 1), []byte{2}, unix.NFT_CMP_EQ, []byte{0})
 	}
 	if m.ICMPType.First != 0 {
-		e.between(&expr.Payload{Base: expr.PayloadBaseTransportHeader, Offset: 0, Len: 1, DestRegister: register},
-			expr.CmpOpEq, []byte{m.ICMPType.First}, []byte{m.ICMPType.Last})
+		e.between(loadPayload(unix.NFT_PAYLOAD_TRANSPORT_HEADER, 0, 1),
+			unix.NFT_CMP_EQ, []byte{m.ICMPType.First}, []byte{m.ICMPType.Last})
 	}
-	e.mark(&expr.Meta{Key: expr.MetaKeyMARK, Register: register}, m.PacketMark)
-	e.mark(&expr.Ct{Key: expr.CtKeyMARK, Register: register}, m.ConnMark)
+	e.mark(loadMeta(unix.NFT_META_MARK), m.PacketMark)
+	e.mark(loadConntrack(unix.NFT_CT_MARK), m.ConnMark)
 	return e
 }
 
 // expressions is a rule under construction.
-type expressions []expr.Any
+type expressions []expression
 
 // compare loads a value and lets the packet pass if it compares as it should.
-func (e *expressions) compare(load expr.Any, op expr.CmpOp, want []byte) {
-	*e = append(*e, load, &expr.Cmp{Op: op, Register: register, Data: want})
+func (e *expressions) compare(load expression, op uint32, want []byte) {
+	*e = append(*e, load, compare(op, want))
 }
 
 // masked likewise compares a part of the value.
-func (e *expressions) masked(load expr.Any, mask []byte, op expr.CmpOp, want []byte) {
-	*e = append(*e, load, &expr.Bitwise{
-		SourceRegister: register, DestRegister: register, Len: uint32(len(mask)), Mask: mask, Xor: make([]byte, len(mask)),
-	}, &expr.Cmp{Op: op, Register: register, Data: want})
+func (e *expressions) masked(load expression, bits []byte, op uint32, want []byte) {
+	*e = append(*e, load, mask(bits, make([]byte, len(bits))), compare(op, want))
 }
 
 // between likewise compares with a range, both ends included.
-func (e *expressions) between(load expr.Any, op expr.CmpOp, first, last []byte) {
+func (e *expressions) between(load expression, op uint32, first, last []byte) {
 	if bytes.Equal(first, last) {
 		e.compare(load, op, first)
 		return
 	}
-	*e = append(*e, load, &expr.Range{Op: op, Register: register, FromData: first, ToData: last})
+	*e = append(*e, load, compareRange(op, first, last))
 }
 
 // negation is the Not of a condition.
 type negation bool
 
-// op returns the comparison that the condition asks for.
-func (n negation) op() expr.CmpOp {
+// op returns the comparison that the condition asks for. Those of ranges have the same numbers.
+func (n negation) op() uint32 {
 	if n {
-		return expr.CmpOpNeq
+		return unix.NFT_CMP_NEQ
 	}
-	return expr.CmpOpEq
+	return unix.NFT_CMP_EQ
 }
 
-func (e *expressions) interfaceName(key expr.MetaKey, m redirection.InterfaceMatch) {
+func (e *expressions) interfaceName(key uint32, m redirection.InterfaceMatch) {
 	if m.Name == "" {
 		return
 	}
 	name := make([]byte, unix.IFNAMSIZ) // all of it: a shorter comparison would match a prefix
 	copy(name, m.Name)
-	e.compare(&expr.Meta{Key: key, Register: register}, negation(m.Not).op(), name)
+	e.compare(loadMeta(key), negation(m.Not).op(), name)
 }
 
 // address compares an address at the offset that it has in the header of its family.
@@ -162,19 +154,16 @@ func (e *expressions) address(m redirection.AddressMatch, offsetIPv4, offsetIPv6
 		return
 	}
 	want := m.Prefix.Masked().Addr().AsSlice()
-	bits := m.Prefix.Bits()
-	load := &expr.Payload{
-		Base: expr.PayloadBaseNetworkHeader, Offset: offsetIPv4, Len: uint32(len(want)), DestRegister: register,
-	}
+	bits, offset, length := m.Prefix.Bits(), offsetIPv4, uint32(len(want))
 	if m.Prefix.Addr().Is6() {
-		load.Offset = offsetIPv6
+		offset = offsetIPv6
 	}
 	if bits%8 != 0 {
-		e.masked(load, net.CIDRMask(bits, 8*len(want)), negation(m.Not).op(), want)
+		e.masked(loadPayload(unix.NFT_PAYLOAD_NETWORK_HEADER, offset, length), net.CIDRMask(bits, 8*len(want)), negation(m.Not).op(), want)
 		return
 	}
-	load.Len = uint32(bits / 8) // the network part alone needs no mask
-	e.compare(load, negation(m.Not).op(), want[:bits/8])
+	// The network part alone needs no mask.
+	e.compare(loadPayload(unix.NFT_PAYLOAD_NETWORK_HEADER, offset, uint32(bits/8)), negation(m.Not).op(), want[:bits/8])
 }
 
 // port compares a port of TCP or UDP; both have the source's at offset 0 and the destination's at 2.
@@ -182,47 +171,35 @@ func (e *expressions) port(m redirection.PortMatch, offset uint32) {
 	if m.Ports == (redirection.PortRange{}) {
 		return
 	}
-	e.between(&expr.Payload{Base: expr.PayloadBaseTransportHeader, Offset: offset, Len: 2, DestRegister: register},
-		negation(m.Not).op(), binary.BigEndian.AppendUint16(nil, m.Ports.First), binary.BigEndian.AppendUint16(nil, m.Ports.Last))
+	e.between(loadPayload(unix.NFT_PAYLOAD_TRANSPORT_HEADER, offset, 2), negation(m.Not).op(),
+		binary.BigEndian.AppendUint16(nil, m.Ports.First), binary.BigEndian.AppendUint16(nil, m.Ports.Last))
 }
 
-func (e *expressions) mark(load expr.Any, m redirection.MarkMatch) {
+func (e *expressions) mark(load expression, m redirection.MarkMatch) {
 	if m.Mark.Mask == 0 {
 		return
 	}
 	e.masked(load, nativeEndian(m.Mark.Mask), negation(m.Not).op(), nativeEndian(m.Mark.Value))
 }
 
-func renderVerdict(v redirection.Verdict) ([]expr.Any, error) {
+func renderVerdict(v redirection.Verdict) ([]expression, error) {
 	switch v.Action {
 	case redirection.Accept:
-		return []expr.Any{&expr.Verdict{Kind: expr.VerdictAccept}}, nil
+		return []expression{decide(verdictAccept)}, nil
 	case redirection.Drop:
-		return []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}}, nil
+		return []expression{decide(verdictDrop)}, nil
 	case redirection.Redirect:
-		return []expr.Any{
-			&expr.Immediate{Register: register, Data: binary.BigEndian.AppendUint16(nil, v.Port)},
-			&expr.Redir{RegisterProtoMin: register, Flags: unix.NF_NAT_RANGE_PROTO_SPECIFIED},
-		}, nil
+		return []expression{load(binary.BigEndian.AppendUint16(nil, v.Port)), redirect()}, nil
 	case redirection.SetConnMark:
-		return []expr.Any{
-			&expr.Ct{Key: expr.CtKeyMARK, Register: register},
-			&expr.Bitwise{
-				SourceRegister: register, DestRegister: register, Len: 4,
-				Mask: nativeEndian(^v.Mark.Mask), Xor: nativeEndian(v.Mark.Value),
-			},
-			&expr.Ct{Key: expr.CtKeyMARK, Register: register, SourceRegister: true},
+		return []expression{
+			loadConntrack(unix.NFT_CT_MARK),
+			mask(nativeEndian(^v.Mark.Mask), nativeEndian(v.Mark.Value)),
+			setConntrack(unix.NFT_CT_MARK),
 		}, nil
 	case redirection.RestoreMark:
-		return []expr.Any{
-			&expr.Ct{Key: expr.CtKeyMARK, Register: register},
-			&expr.Meta{Key: expr.MetaKeyMARK, Register: register, SourceRegister: true},
-		}, nil
+		return []expression{loadConntrack(unix.NFT_CT_MARK), setMeta(unix.NFT_META_MARK)}, nil
 	case redirection.SetZone:
-		return []expr.Any{
-			&expr.Immediate{Register: register, Data: binary.NativeEndian.AppendUint16(nil, v.Zone)},
-			&expr.Ct{Key: expr.CtKeyZONE, Register: register, SourceRegister: true},
-		}, nil
+		return []expression{load(binary.NativeEndian.AppendUint16(nil, v.Zone)), setConntrack(unix.NFT_CT_ZONE)}, nil
 	default:
 		return nil, fmt.Errorf("unknown verdict %s", v)
 	}

@@ -166,13 +166,3 @@ func rulesRequest(table string) []byte {
 }
 
 func ofFamily() []byte { return []byte{unix.NFPROTO_INET, unix.NFNETLINK_V0, 0, 0} }
-
-// ofTable returns the beginning of a payload about a table of family inet, whose name is the attribute given.
-func ofTable(name string, attribute uint16) []byte {
-	return appendText(ofFamily(), attribute, name)
-}
-
-// appendText appends a string attribute, with the terminating zero that the kernel expects.
-func appendText(b []byte, kind uint16, value string) []byte {
-	return rawnetlink.AppendAttribute(b, rawnetlink.Attribute{Type: kind, Data: []byte(value + "\x00")})
-}

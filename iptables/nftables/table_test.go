@@ -3,7 +3,7 @@
 package nftables
 
 import (
-	"encoding/binary"
+	"bytes"
 	"reflect"
 	"strings"
 	"testing"
@@ -48,25 +48,19 @@ func TestEdits(t *testing.T) {
 	}
 }
 
-// nested, number and words build attributes as the kernel reports them.
+// nested, integer and word build attributes as the kernel reports them.
 func nested(kind uint16, attributes ...[]byte) []byte {
-	var data []byte
-	for _, a := range attributes {
-		data = append(data, a...)
-	}
-	return rawnetlink.AppendAttribute(nil, rawnetlink.Attribute{Type: kind | unix.NLA_F_NESTED, Data: data})
+	return appendNested(nil, kind, bytes.Join(attributes, nil))
 }
 
-func number(kind uint16, value uint32) []byte {
-	return rawnetlink.AppendAttribute(nil, rawnetlink.Attribute{Type: kind, Data: binary.BigEndian.AppendUint32(nil, value)})
+func integer(kind uint16, value uint32) []byte {
+	return rawnetlink.AppendAttribute(nil, number(kind, value))
 }
 
-func word(kind uint16, value string) []byte {
-	return rawnetlink.AppendAttribute(nil, rawnetlink.Attribute{Type: kind, Data: []byte(value + "\x00")})
-}
+func word(kind uint16, value string) []byte { return appendText(nil, kind, value) }
 
-// expression is one element of a rule's list.
-func expression(name string, attributes ...[]byte) []byte {
+// element is one expression of a rule's list.
+func element(name string, attributes ...[]byte) []byte {
 	return nested(unix.NFTA_LIST_ELEM, word(unix.NFTA_EXPR_NAME, name), nested(unix.NFTA_EXPR_DATA, attributes...))
 }
 
@@ -74,24 +68,24 @@ func expression(name string, attributes ...[]byte) []byte {
 func TestDescribeExpressions(t *testing.T) {
 	verdict := func(code int32, chain ...[]byte) []byte {
 		return nested(unix.NFTA_IMMEDIATE_DATA, nested(unix.NFTA_DATA_VERDICT,
-			append([][]byte{number(unix.NFTA_VERDICT_CODE, uint32(code))}, chain...)...))
+			append([][]byte{integer(unix.NFTA_VERDICT_CODE, uint32(code))}, chain...)...))
 	}
 	for _, test := range []struct {
 		name string
 		list []byte
 		want string
 	}{
-		{"drop", expression("immediate", number(unix.NFTA_IMMEDIATE_DREG, 0), verdict(0)), "[ immediate reg 0 verdict drop ]"},
-		{"return", expression("immediate", verdict(unix.NFT_RETURN)), "[ immediate reg 0 verdict return ]"},
-		{"jump", expression("immediate", verdict(unix.NFT_JUMP, word(unix.NFTA_VERDICT_CHAIN, "c"))), "[ immediate reg 0 verdict jump c ]"},
-		{"goto", expression("immediate", verdict(unix.NFT_GOTO, word(unix.NFTA_VERDICT_CHAIN, "c"))), "[ immediate reg 0 verdict goto c ]"},
-		{"queue", expression("immediate", verdict(3)), "[ immediate reg 0 verdict code 3 ]"},
-		{"unknown expression", expression("quota", number(2, 7)), "[ quota attribute2=0x00000007 ]"},
-		{"unset attribute of a newer kernel", expression("meta", number(unix.NFTA_META_KEY, unix.NFT_META_MARK), number(99, 0)), "[ meta load mark => reg 0 ]"},
-		{"set one", expression("meta", number(unix.NFTA_META_KEY, 200), number(99, 1)), "[ meta load key 200 => reg 0 attribute99=0x00000001 ]"},
-		{"other keys", expression("ct", number(unix.NFTA_CT_KEY, 0), number(unix.NFTA_CT_SREG, 1)), "[ ct set key 0 with reg 1 ]"},
-		{"other base", expression("payload", number(unix.NFTA_PAYLOAD_BASE, 0)), "[ payload load 0b @ base 0 + 0 => reg 0 ]"},
-		{"less than", expression("cmp", number(unix.NFTA_CMP_OP, unix.NFT_CMP_LT)), "[ cmp op 2 reg 0 0x ]"},
+		{"drop", element("immediate", integer(unix.NFTA_IMMEDIATE_DREG, 0), verdict(0)), "[ immediate reg 0 verdict drop ]"},
+		{"return", element("immediate", verdict(unix.NFT_RETURN)), "[ immediate reg 0 verdict return ]"},
+		{"jump", element("immediate", verdict(unix.NFT_JUMP, word(unix.NFTA_VERDICT_CHAIN, "c"))), "[ immediate reg 0 verdict jump c ]"},
+		{"goto", element("immediate", verdict(unix.NFT_GOTO, word(unix.NFTA_VERDICT_CHAIN, "c"))), "[ immediate reg 0 verdict goto c ]"},
+		{"queue", element("immediate", verdict(3)), "[ immediate reg 0 verdict code 3 ]"},
+		{"unknown expression", element("quota", integer(2, 7)), "[ quota attribute2=0x00000007 ]"},
+		{"unset attribute of a newer kernel", element("meta", integer(unix.NFTA_META_KEY, unix.NFT_META_MARK), integer(99, 0)), "[ meta load mark => reg 0 ]"},
+		{"set one", element("meta", integer(unix.NFTA_META_KEY, 200), integer(99, 1)), "[ meta load key 200 => reg 0 attribute99=0x00000001 ]"},
+		{"other keys", element("ct", integer(unix.NFTA_CT_KEY, 0), integer(unix.NFTA_CT_SREG, 1)), "[ ct set key 0 with reg 1 ]"},
+		{"other base", element("payload", integer(unix.NFTA_PAYLOAD_BASE, 0)), "[ payload load 0b @ base 0 + 0 => reg 0 ]"},
+		{"less than", element("cmp", integer(unix.NFTA_CMP_OP, unix.NFT_CMP_LT)), "[ cmp op 2 reg 0 0x ]"},
 		{"no attributes", nested(unix.NFTA_LIST_ELEM), "[  ]"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -191,7 +185,7 @@ func TestReportEquality(t *testing.T) {
 	}
 	const tableHandle = 4 // NFTA_TABLE_HANDLE
 	table := func(flags, handle uint32) []byte {
-		return message(unix.NFT_MSG_NEWTABLE, 1, word(unix.NFTA_TABLE_NAME, "ambientd"), number(unix.NFTA_TABLE_FLAGS, flags), number(tableHandle, handle))
+		return message(unix.NFT_MSG_NEWTABLE, 1, word(unix.NFTA_TABLE_NAME, "ambientd"), integer(unix.NFTA_TABLE_FLAGS, flags), integer(tableHandle, handle))
 	}
 	chain := func(table, name string, generation byte) []byte {
 		return message(unix.NFT_MSG_NEWCHAIN, generation, word(unix.NFTA_CHAIN_TABLE, table), word(unix.NFTA_CHAIN_NAME, name))
