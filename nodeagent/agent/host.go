@@ -27,7 +27,9 @@ func (p *parts) settleHost(ctx context.Context) error {
 	for pause := settlePause; !settled || !takenOver; pause = min(2*pause, settlePauseMax) {
 		all := p.enrolledOf(func(string) bool { return true })
 		if !settled && p.enrolledOf(func(uid string) bool { _, earlier := p.earlier[uid]; return earlier }) {
-			settled = p.attempt(ctx, "taking out probe entries of pods that have gone", p.probes.Settle)
+			if settled = p.attempt(ctx, "taking out probe entries of pods that have gone", p.probes.Settle); settled {
+				p.cfg.Logger.Debug("probe entries settled", "took", time.Since(began).Round(time.Millisecond))
+			}
 		}
 		if !takenOver && settled && (all || time.Since(began) > takeoverWait) {
 			takenOver = p.attempt(ctx, "taking another agent's rule for probes out of the host", p.takeOverHost)
