@@ -116,6 +116,16 @@ func TestStatusJSON(t *testing.T) {
 				`"identities":[{"id":"spiffe://cluster.local/ns/shop/sa/web","pods":2,"state":"ready","notAfter":"2026-03-02T12:00:00Z","lastError":"the CA\u001b[31m said\nno"}],` +
 				`"skipped":[{"namespace":"shop","name":"batch","reason":"its label opts out"}]}`,
 		},
+		{
+			"what audits have shown", audited(),
+			`{"node":"n","version":"","started":"2026-03-01T12:00:00Z","trustDomain":"",` +
+				`"redirection":{"backend":"iptables","variant":"nft","reason":"r","probed":"2026-03-01T12:00:00Z","ipv6Uncaptured":"drop"},"ready":false,"proxies":[],` +
+				`"pods":[{"namespace":"shop","name":"web","uid":"","netns":"","state":"","backend":"","families":[],"ips":[],"proxy":"","identity":"","certificate":{"state":""},` +
+				`"malformedOptions":[{"annotation":"a","value":"v","problem":"p"}],` +
+				`"audit":{"lastAudit":"2026-03-01T12:00:00Z","repairs":1,"lastRepair":"2026-03-01T12:00:00Z","repaired":["route: missing"]},` +
+				`"probes":[{"address":"10.0.0.2","want":"169.254.7.127","error":"timeout","checked":"2026-03-01T12:00:00Z"}]}],` +
+				`"identities":[],"skipped":[],"host":{"audit":{"lastAudit":"2026-03-01T12:00:00Z","error":"locked"}}}`,
+		},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			listener, path := listen(t)
@@ -132,6 +142,23 @@ func TestStatusJSON(t *testing.T) {
 				t.Error("no JSON")
 			}
 		})
+	}
+}
+
+func audited() admin.Status {
+	now := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
+	return admin.Status{
+		Node: "n", Started: now,
+		Redirection: admin.RedirectionStatus{Backend: "iptables", Variant: "nft", Reason: "r", Probed: now, IPv6Uncaptured: "drop"},
+		Pods: []admin.PodStatus{{
+			Namespace: "shop", Name: "web",
+			MalformedOptions: []admin.MalformedOption{{Annotation: "a", Value: "v", Problem: "p"}},
+			Audit:            admin.AuditStatus{LastAudit: now, Repairs: 1, LastRepair: now, Repaired: []string{"route: missing"}},
+			Probes: []admin.ProbeFinding{{
+				Address: netip.MustParseAddr("10.0.0.2"), Want: netip.MustParseAddr("169.254.7.127"), Error: "timeout", Checked: now,
+			}},
+		}},
+		Host: admin.HostStatus{Audit: admin.AuditStatus{LastAudit: now, Error: "locked"}},
 	}
 }
 
@@ -261,7 +288,9 @@ func TestHealth(t *testing.T) {
 		defer mu.Unlock()
 		return notReady
 	}
-	server := admin.NewHealthServer(listener, ready, http.NotFoundHandler(), quiet())
+	server := admin.NewHealthServer(listener, ready, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprintln(w, "ambientd_ready 1")
+	}), quiet())
 	serve(t, server)
 	client := &http.Client{Transport: &http.Transport{}}
 	defer client.CloseIdleConnections()
@@ -278,6 +307,7 @@ func TestHealth(t *testing.T) {
 	notReady = nil
 	mu.Unlock()
 	check("/readyz", http.StatusOK, "ok")
+	check("/metrics", http.StatusOK, "ambientd_ready 1")
 	check("/v1/status", http.StatusNotFound, "")
 }
 
@@ -370,6 +400,42 @@ func TestWriteTableTellsExpiryAndUpgrade(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, want := range []string{"ready (expired 1h0m ago)", "connected for 1d0h, ready; connected for 1d1h, waiting for its snapshot's ack"} {
+		if !strings.Contains(got.String(), want) {
+			t.Errorf("no %q in\n%s", want, got.String())
+		}
+	}
+}
+
+func TestWriteTableTellsWhatWasRepaired(t *testing.T) {
+	status := example()
+	now := status.Started.Add(time.Hour)
+	status.Redirection.Probed, status.Redirection.IPv6Uncaptured = status.Started, "drop"
+	status.Pods[0].Families = []string{"ipv4"}
+	status.Pods[0].MalformedOptions = []admin.MalformedOption{{Annotation: "ambient.istio.io/dns-capture", Value: "may\tbe", Problem: "it must be true or false"}}
+	status.Pods[0].Audit = admin.AuditStatus{Repairs: 2, LastRepair: now.Add(-time.Minute), Repaired: []string{"route: missing", "rule: missing"}}
+	status.Pods[0].Probes = []admin.ProbeFinding{{
+		Address: netip.MustParseAddr("10.0.0.2"), Want: netip.MustParseAddr("169.254.7.127"), Got: netip.MustParseAddr("10.0.0.1"), Checked: now.Add(-time.Second),
+	}}
+	status.Pods[1].Audit.Error = "no memory"
+	status.Host.Audit = admin.AuditStatus{Repairs: 1, LastRepair: now, Repaired: []string{"set: missing"}}
+	var got strings.Builder
+	if err := admin.WriteTable(&got, status, now); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{
+		"\nredirection   nftables (its probe succeeded; probed 1h0m ago)\n",
+		"  ipv4 (ipv6: drop)  ", "(expires in 23h0m)  2\n",
+		`
+OPTIONS THAT COUNT AS ABSENT
+shop/web-0: ambient.istio.io/dns-capture="may\tbe": it must be true or false
+
+AUDITS
+shop/web-0: repaired 2 times, last 1m0s ago: route: missing; rule: missing
+shop/web-0: a connection from the host to 10.0.0.2 arrives from 10.0.0.1, want 169.254.7.127 (1s ago)
+shop/web-1: cannot be compared or repaired: no memory
+the host's rule for probes: repaired once, last 0s ago: set: missing
+`,
+	} {
 		if !strings.Contains(got.String(), want) {
 			t.Errorf("no %q in\n%s", want, got.String())
 		}
