@@ -65,6 +65,16 @@ func BenchmarkApply(b *testing.B) { eachVariantBench(b, nothing, applyDefault) }
 
 func BenchmarkApplyAgain(b *testing.B) { eachVariantBench(b, applyDefault, applyDefault) }
 
+// BenchmarkReplace applies other options, which changes NAT in both families.
+func BenchmarkReplace(b *testing.B) {
+	eachVariantBench(b, applyDefault, func(ctx context.Context, backend *Backend, run redirection.Runner) error {
+		opts := redirection.DefaultOptions()
+		opts.ExcludeOutboundPorts = []redirection.PortRange{redirection.SinglePort(5432)}
+		_, err := backend.Apply(ctx, run, opts)
+		return err
+	})
+}
+
 func BenchmarkVerify(b *testing.B) {
 	eachVariantBench(b, applyDefault, func(ctx context.Context, backend *Backend, run redirection.Runner) error {
 		_, _, err := backend.Verify(ctx, run, redirection.DefaultOptions())

@@ -35,26 +35,32 @@ func bound(differences []redirection.Difference) []redirection.Difference {
 func compareAll(got xtables.Saved, want map[string][]chain) []redirection.Difference {
 	var differences []redirection.Difference
 	for _, table := range allTables(got) {
-		t := got[table]
-		if t == nil {
-			t = &xtables.Table{}
-		}
-		refs := t.References(redirection.IsOurChain)
-		for _, c := range want[table] {
-			differences = append(differences, compareChain(table, t, c)...)
-			var d []redirection.Difference
-			d, refs = compareJump(table, c, refs)
-			differences = append(differences, d...)
-		}
-		for _, r := range refs { // those that no wanted chain accounts for
+		differences = append(differences, compareTable(table, got[table], want[table])...)
+	}
+	return differences
+}
+
+// compareTable compares one table, of which nothing may be there.
+func compareTable(table string, t *xtables.Table, want []chain) []redirection.Difference {
+	if t == nil {
+		t = &xtables.Table{}
+	}
+	var differences []redirection.Difference
+	refs := t.References(redirection.IsOurChain)
+	for _, c := range want {
+		differences = append(differences, compareChain(table, t, c)...)
+		var d []redirection.Difference
+		d, refs = compareJump(table, c, refs)
+		differences = append(differences, d...)
+	}
+	for _, r := range refs { // those that no wanted chain accounts for
+		differences = append(differences, redirection.Difference{
+			What: fmt.Sprintf("table %s, chain %s, rule %d", table, r.From, r.Position), Got: r.Rule})
+	}
+	for _, name := range t.Chains {
+		if redirection.IsOurChain(name) && !slices.ContainsFunc(want, func(c chain) bool { return c.name == name }) {
 			differences = append(differences, redirection.Difference{
-				What: fmt.Sprintf("table %s, chain %s, rule %d", table, r.From, r.Position), Got: r.Rule})
-		}
-		for _, name := range t.Chains {
-			if redirection.IsOurChain(name) && !slices.ContainsFunc(want[table], func(c chain) bool { return c.name == name }) {
-				differences = append(differences, redirection.Difference{
-					What: fmt.Sprintf("table %s", table), Got: "chain " + name})
-			}
+				What: fmt.Sprintf("table %s", table), Got: "chain " + name})
 		}
 	}
 	return differences

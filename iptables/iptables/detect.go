@@ -140,16 +140,25 @@ func (b *Backend) probe(ctx context.Context, run redirection.Runner) error {
 	return b.probeFamily(ctx, run, redirection.IPv4, redirection.IPv6)
 }
 
+// probeFamily replaces rules by others, which takes the guardrail where there is
+// one.
 func (b *Backend) probeFamily(ctx context.Context, run redirection.Runner, captured, family redirection.Families) (err error) {
 	defer func() { err = errors.Join(err, b.removeFamily(ctx, run, family)) }()
-	want, err := render(probeOptions(), captured, family)
+	others := redirection.DefaultOptions()
+	others.DNSCapture = false
+	first, err := b.rendered(others, captured, family)
 	if err != nil {
 		return err
 	}
-	for _, attempt := range []func(context.Context, redirection.Runner, redirection.Families, ruleset) error{b.create, b.replace} {
-		if err := attempt(ctx, run, family, want); err != nil {
-			return err
-		}
+	want, err := b.rendered(probeOptions(), captured, family)
+	if err != nil {
+		return err
+	}
+	if err := b.create(ctx, run, family, first); err != nil {
+		return err
+	}
+	if err := b.replace(ctx, run, family, want); err != nil {
+		return err
 	}
 	got, err := b.programs[family].Save(ctx, run)
 	if err != nil {

@@ -7,8 +7,8 @@ import "ambientd/iptables/redirection"
 // # The guardrail
 //
 // A restore changes each table at once, but one table after the other: while a pod
-// is repaired whose NAT rules were lost, its connections go uncaptured until the
-// last table is written. So the first transaction of a replacement puts up a
+// is repaired that lost the rules of NAT and of another table, its connections go
+// uncaptured until the last table is written. So the first transaction of a replacement puts up a
 // guardrail in the filter table, and the last one takes it down: the new rules of
 // NAT over again, seen after NAT, with "drop" where they say "redirect". What has
 // been captured is let by, and so is what is not to be captured; what should have

@@ -46,14 +46,14 @@ func cutShort(t *testing.T, config Config, transactions int) *Backend {
 func TestGuardOutlivesAFailure(t *testing.T) {
 	opts := redirection.DefaultOptions()
 	eachVariant(t, func(t *testing.T, b *Backend) {
-		for transactions := 1; transactions <= 4; transactions++ {
+		for transactions := 1; transactions <= 3; transactions++ { // the fourth takes it down
 			for name, end := range map[string]func(ns *netnstest.NS){
 				"apply":  func(ns *netnstest.NS) { apply(t, b, ns, opts, redirection.DualStack) },
 				"remove": func(ns *netnstest.NS) { remove(t, b, ns) },
 			} {
 				ns := netnstest.New(t)
 				apply(t, b, ns, opts, redirection.DualStack)
-				restore(t, b, ns, "*nat\n-F AMBIENTD_OUTPUT\nCOMMIT\n", redirection.IPv4)
+				restore(t, b, ns, "*nat\n-F AMBIENTD_OUTPUT\nCOMMIT\n*mangle\n-F AMBIENTD_OUTPUT\nCOMMIT\n", redirection.IPv4)
 				if _, err := cutShort(t, b.config, transactions).Apply(within(t), ns.Runner(), opts); err == nil {
 					t.Fatal("a restore that failed was not noticed")
 				}
@@ -78,8 +78,8 @@ func TestGuardOutlivesAFailure(t *testing.T) {
 	})
 }
 
-// TestGuardWhere: it stands whenever a pod's rules are replaced or repaired, even
-// when nothing was left of them, unless traffic is to be let by. (The golden files
+// TestGuardWhere: it stands while NAT and another table are replaced or repaired,
+// even when nothing was left of them, unless traffic is to be let by. (The golden files
 // show that a pod's first rules take none.)
 func TestGuardWhere(t *testing.T) {
 	opts := redirection.DefaultOptions()
@@ -90,10 +90,10 @@ func TestGuardWhere(t *testing.T) {
 		before   string // a script over applied rules
 		want     redirection.Families
 	}{
-		{"replaced", RepairDrop, "", redirection.IPv4},
-		{"repaired", RepairDrop, "*nat\n-F\nCOMMIT\n", redirection.IPv4},
+		{"two tables", RepairDrop, "*nat\n-F\nCOMMIT\n*raw\n-F\nCOMMIT\n", redirection.IPv4},
+		{"one transaction", RepairDrop, "*nat\n-F\nCOMMIT\n", 0},
 		{"all gone", RepairDrop, flushed, redirection.IPv4},
-		{"replaced, let by", RepairAllow, "", 0},
+		{"two tables, let by", RepairAllow, "*nat\n-F\nCOMMIT\n*raw\n-F\nCOMMIT\n", 0},
 		{"all gone, let by", RepairAllow, flushed, 0},
 	} {
 		t.Run(c.name, func(t *testing.T) {

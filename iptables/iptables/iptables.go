@@ -53,9 +53,9 @@ func (b *Backend) Variant() Variant { return b.config.Variant }
 // the families that it captures: IPv4, and IPv6 where allowed and present.
 //
 // Where nothing of ours is there yet that is one restore per family. Otherwise
-// the state is read, and replaced in one transaction per table, with the
-// guardrail up meanwhile if the configuration says so. What captures (nat) comes
-// after what it relies on. On an error policy rules and routes are put back, but
+// the state is read, and the tables that differ are replaced in one transaction
+// each, with the guardrail up meanwhile if the configuration says so. What captures
+// (nat) comes after what it relies on. On an error policy rules and routes are put back, but
 // tables that were written stay, and so does a guardrail: a pod that was in the
 // mesh keeps failing closed, and whoever enrols a new one calls Remove.
 func (b *Backend) Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (families redirection.Families, err error) {
@@ -118,8 +118,13 @@ func (b *Backend) wanted(run redirection.Runner, opts redirection.Options, famil
 			return ruleset{}, err
 		}
 	}
+	return b.rendered(opts, families, family)
+}
+
+// rendered returns the rules with the guardrail that the configuration calls for.
+func (b *Backend) rendered(opts redirection.Options, families, family redirection.Families) (ruleset, error) {
 	want, err := render(opts, families, family)
-	if err == nil && b.config.OnRepair == RepairAllow {
+	if b.config.OnRepair == RepairAllow {
 		want.guard = nil
 	}
 	return want, err
@@ -199,12 +204,16 @@ func (b *Backend) verifyFamily(ctx context.Context, run redirection.Runner, opts
 // hold nothing after that go too; x_tables never gives up a table.
 func (b *Backend) Remove(ctx context.Context, run redirection.Runner) error {
 	var errs []error // one part's failure is no reason to leave the others
-	for _, family := range redirection.DualStack.Each() {
-		errs = append(errs, b.removeFamily(ctx, run, family))
-	}
-	if !b.legacy() {
-		_, err := b.native.RemoveEmptyTables(ctx, run)
-		errs = append(errs, err)
+	if b.legacy() {
+		for _, family := range redirection.DualStack.Each() {
+			errs = append(errs, b.removeFamily(ctx, run, family))
+		}
+	} else {
+		// By a restore this takes a transaction per table and family, and the kernel's
+		// grace period for each.
+		_, err := b.native.RemoveNFTChains(ctx, run)
+		_, emptyErr := b.native.RemoveEmptyTables(ctx, run)
+		errs = append(errs, err, emptyErr)
 	}
 	errs = append(errs, b.policyRouting(run, func(conn *policyroute.Conn, state *policyroute.State) error {
 		return conn.Remove(state)

@@ -48,7 +48,9 @@ func TestLockIsPrivate(t *testing.T) {
 // live takes a pod through its life.
 func live(ctx context.Context, b *Backend, run redirection.Runner) error {
 	opts := redirection.DefaultOptions()
-	_, applyErr := b.Apply(ctx, run, opts)
+	first := opts
+	first.InboundBypass = true
+	_, applyErr := b.Apply(ctx, run, first)
 	_, replaceErr := b.Apply(ctx, run, opts)
 	_, differences, verifyErr := b.Verify(ctx, run, opts)
 	_, foreignErr := b.RemoveForeign(ctx, run)
@@ -77,10 +79,12 @@ func TestChildren(t *testing.T) {
 			run, opts := ns.Runner(), redirection.DefaultOptions()
 			restores, saves := "iptables-restore ip6tables-restore", "iptables-save ip6tables-save"
 			replaces := "iptables-save iptables-restore ip6tables-save ip6tables-restore"
-			nothing := saves
+			nothing, removes := "", "" // over netlink
 			if variant == Legacy {
-				nothing = "" // the kernel's list of tables says enough
+				removes = replaces // and the kernel's list of tables says that there are none
 			}
+			other := opts
+			other.InboundBypass = true
 			for _, step := range []struct {
 				name string
 				call func() error
@@ -89,8 +93,9 @@ func TestChildren(t *testing.T) {
 				{"remove nothing", func() error { return b.Remove(within(t), run) }, nothing},
 				{"apply", func() error { _, err := b.Apply(within(t), run, opts); return err }, restores},
 				{"verify", func() error { _, _, err := b.Verify(within(t), run, opts); return err }, saves},
-				{"apply again", func() error { _, err := b.Apply(within(t), run, opts); return err }, replaces},
-				{"remove", func() error { return b.Remove(within(t), run) }, replaces},
+				{"apply again", func() error { _, err := b.Apply(within(t), run, opts); return err }, saves},
+				{"apply other options", func() error { _, err := b.Apply(within(t), run, other); return err }, replaces},
+				{"remove", func() error { return b.Remove(within(t), run) }, removes},
 			} {
 				if err := step.call(); err != nil {
 					t.Fatalf("%s: %v", step.name, err)

@@ -93,25 +93,27 @@ func creation(want ruleset) string {
 	return s.String()
 }
 
-// transition returns the script that turns got into want: our chains emptied and
-// filled anew, those that are not wanted deleted, and every way into them
-// replaced. Each table changes in one transaction, behind the guardrail unless
-// want has none.
+// transition returns the script that turns got into want, "" where they agree: our
+// chains emptied and filled anew, those that are not wanted deleted, and every way
+// into them replaced. It leaves out the tables that are as they should be. Each
+// table changes in one transaction; where NAT is not the only one, that is behind
+// the guardrail, unless want has none.
 func transition(got xtables.Saved, want ruleset) string {
-	order := allTables(got)
+	order := slices.DeleteFunc(allTables(got), func(table string) bool {
+		return len(compareTable(table, got[table], want.tables[table])) == 0
+	})
 	if want.empty() {
 		slices.Reverse(order) // see [tables]
 	}
 	var s script
-	if len(want.guard) > 0 {
+	first := len(order) > 0 && order[0] == string(redirection.NAT) // what is left of a guardrail comes after it
+	guarded := len(want.guard) > 0 && slices.Contains(order, string(redirection.NAT)) && !first
+	if guarded {
 		s.raise(want.guard, got[filterTable])
 		order = slices.DeleteFunc(order, func(table string) bool { return table == filterTable })
 	}
 	for _, table := range order {
 		t := got[table]
-		if len(want.tables[table]) == 0 && (t == nil || !slices.ContainsFunc(t.Chains, redirection.IsOurChain)) {
-			continue
-		}
 		s.line("*%s", table)
 		var kept []string
 		for _, c := range want.tables[table] {
@@ -126,7 +128,7 @@ func transition(got xtables.Saved, want ruleset) string {
 		}
 		s.line("COMMIT")
 	}
-	if len(want.guard) > 0 {
+	if guarded {
 		s.lower(want.guard)
 	}
 	return s.String()
