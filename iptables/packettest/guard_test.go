@@ -34,7 +34,8 @@ func TestGuardrail(t *testing.T) {
 		damage        string // a script over the rules from before
 		leaks         bool   // without a guardrail
 	}{
-		{name: "rules of NAT lost", before: with(), after: with(), damage: "*nat\n-F\nCOMMIT\n", leaks: true},
+		{name: "rules of NAT lost", before: with(), after: with(), damage: "*nat\n-F\nCOMMIT\n"}, // one transaction
+		{name: "rules of two tables lost", before: with(), after: with(), damage: "*nat\n-F\nCOMMIT\n*raw\n-F\nCOMMIT\n", leaks: true},
 		{name: "all rules lost", before: with(), after: with(), damage: "*nat\n-F\n-X\nCOMMIT\n*mangle\n-F\n-X\nCOMMIT\n*raw\n-F\n-X\nCOMMIT\n", leaks: true},
 		{name: "other options", before: with(reroute), after: with(exclude53)},
 		{name: "IPv6 no longer shut", before: with(ipv6Off), after: with(), leaks: true},

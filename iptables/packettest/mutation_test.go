@@ -5,28 +5,22 @@ package packettest_test
 import (
 	"fmt"
 	"slices"
+	"strings"
 	"testing"
 
-	nft "github.com/google/nftables"
-	"github.com/google/nftables/userdata"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"ambientd/iptables/nftables"
 	"ambientd/iptables/redirection"
-	"ambientd/tools/netnstest"
 )
 
 // TestEveryRowCounts takes each row out of the kernel in turn: the flows that name
 // it must then end elsewhere. So each row is needed, and the table would notice if
-// a backend rendered it without effect.
+// a backend rendered it without effect. It is iptables' rules that are taken out,
+// which are the model's, one by one.
 func TestEveryRowCounts(t *testing.T) {
 	t.Parallel()
-	netnstest.Require(t)
-	b, err := nftables.New()
-	if err != nil {
-		t.Fatal(err)
-	}
+	b := newBackend(t, onLegacy)
 	networks := map[string]*network{}
 	covered := map[int]bool{}
 	for _, fl := range flows() {
@@ -41,7 +35,7 @@ func TestEveryRowCounts(t *testing.T) {
 		for _, row := range fl.rows {
 			covered[row] = true
 			apply(t, b, n, fl.opts, redirection.DualStack)
-			deleteRow(t, n, row)
+			deleteRow(t, n, fl.opts, row)
 			expectElsewhere(t, n, fl, fmt.Sprintf("without row %d", row))
 		}
 	}
@@ -55,25 +49,17 @@ func TestEveryRowCounts(t *testing.T) {
 // TestShutRowsCount does the same with what keeps IPv6 shut.
 func TestShutRowsCount(t *testing.T) {
 	t.Parallel()
-	netnstest.Require(t)
-	b, err := nftables.New()
-	if err != nil {
-		t.Fatal(err)
-	}
+	b := newBackend(t, onLegacy)
 	n := newNetwork(t, nil)
 	apply(t, b, n, with(ipv6Off), redirection.IPv4)
-	deleteRow(t, n, 20)
+	deleteRow(t, n, with(ipv6Off), 20)
 	expect(t, n, egress(), "peer", redirection.IPv6)
 }
 
 // TestPolicyRoutingCounts does the same with the policy rule and the route.
 func TestPolicyRoutingCounts(t *testing.T) {
 	t.Parallel()
-	netnstest.Require(t)
-	b, err := nftables.New()
-	if err != nil {
-		t.Fatal(err)
-	}
+	b := newBackend(t, onNFTables)
 	fl := flows()[slices.IndexFunc(flows(), func(fl flow) bool { return slices.Contains(fl.rows, 6) })]
 	n := newNetwork(t, nil)
 	for _, part := range []struct {
@@ -120,38 +106,33 @@ func expectElsewhere(t *testing.T, n *network, fl flow, without string) {
 	}
 }
 
-// deleteRow deletes the rules of one row from our nftables table, where a comment
-// says which that is.
-func deleteRow(t *testing.T, n *network, row int) {
+// deleteRow deletes the rules of one row from the chains of iptables-legacy.
+func deleteRow(t *testing.T, n *network, opts redirection.Options, row int) {
 	t.Helper()
-	n.pod.Do(t, func() error {
-		conn, err := nft.New()
-		if err != nil {
-			return err
-		}
-		chains, err := conn.ListChainsOfTableFamily(nft.TableFamilyINet)
-		if err != nil {
-			return err
-		}
-		deleted := 0
-		for _, chain := range chains {
-			rules, err := conn.GetRules(chain.Table, chain)
-			if err != nil {
-				return err
+	deleted := 0
+	for _, f := range redirection.DualStack.Each() {
+		next := map[redirection.Chain]int{}
+		var script strings.Builder
+		for _, rule := range redirection.Rules(opts, redirection.DualStack) {
+			if !rule.Families.Has(f) {
+				continue
 			}
-			for _, rule := range rules {
-				if comment, _ := userdata.GetString(rule.UserData, userdata.TypeComment); comment != fmt.Sprintf("row %d", row) {
-					continue
+			at := next[rule.Chain] + 1
+			// A range of ICMPv6 types takes a rule for each.
+			next[rule.Chain] += 1 + int(rule.Match.ICMPType.Last-rule.Match.ICMPType.First)
+			if rule.Row == row {
+				chain := redirection.IPTablesPrerouting
+				if rule.Chain.Hook == redirection.Output {
+					chain = redirection.IPTablesOutput
 				}
+				fmt.Fprintf(&script, "*%s\n-D %s %d\nCOMMIT\n", rule.Chain.Table, chain, at)
 				deleted++
-				if err := conn.DelRule(rule); err != nil {
-					return err
-				}
+				next[rule.Chain]--
 			}
 		}
-		if deleted == 0 {
-			return fmt.Errorf("row %d has no rule", row)
-		}
-		return conn.Flush()
-	})
+		restoreIn(t, n.pod, onLegacy, f, script.String())
+	}
+	if deleted == 0 {
+		t.Fatalf("row %d has no rule", row)
+	}
 }
