@@ -147,6 +147,25 @@ func TestConnect(t *testing.T) {
 	}
 }
 
+// TestOwnAddresses: what a netns sends to its own address stays in it, from the first
+// packet on.
+func TestOwnAddresses(t *testing.T) {
+	for range 20 {
+		a, b := netnstest.New(t), netnstest.New(t)
+		addr := netip.MustParsePrefix("fd00::1/64")
+		netnstest.Connect(t,
+			netnstest.Port{NS: a, Name: "eth0", Addrs: []netip.Prefix{addr}},
+			netnstest.Port{NS: b, Name: "eth0"})
+		a.Do(t, func() error {
+			routes, err := netlink.RouteGet(addr.Addr().AsSlice())
+			if err == nil && routes[0].Type != unix.RTN_LOCAL {
+				t.Errorf("the route to the netns' own address is %v", routes)
+			}
+			return err
+		})
+	}
+}
+
 func roundTripTCP(t *testing.T, a, b *netnstest.NS, server netip.Addr) {
 	l := a.ListenTCP(t, netip.AddrPortFrom(server, 0), netnstest.Mark(0x7))
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)

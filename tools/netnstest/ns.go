@@ -151,6 +151,8 @@ func Connect(tb testing.TB, a, b Port) {
 	b.NS.Do(tb, b.up)
 	a.NS.Do(tb, a.route)
 	b.NS.Do(tb, b.route)
+	a.NS.Do(tb, a.awaitLocal)
+	b.NS.Do(tb, b.awaitLocal)
 }
 
 func (p Port) up() error {
@@ -183,6 +185,36 @@ func (p Port) route() error {
 		route := &netlink.Route{LinkIndex: link.Attrs().Index, Gw: gw.AsSlice()}
 		if err := netlink.RouteAdd(route); err != nil {
 			return fmt.Errorf("adding the default route via %s: %w", gw, err)
+		}
+	}
+	return nil
+}
+
+// awaitLocal waits until the netns knows the port's IPv6 addresses for its own. The
+// kernel adds the route that says so later than the address, from a work queue
+// (addrconf_dad_work in net/ipv6/addrconf.c); until then the netns can listen there,
+// but what it sends there leaves by the link.
+func (p Port) awaitLocal() error {
+	// Subscribed before the first look, so that no change is missed.
+	events, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_ROUTE)
+	if err != nil {
+		return fmt.Errorf("opening a socket for route changes: %w", err)
+	}
+	defer unix.Close(events)
+	group := unix.SockaddrNetlink{Family: unix.AF_NETLINK, Groups: 1 << (unix.RTNLGRP_IPV6_ROUTE - 1)}
+	patience := unix.Timeval{Sec: 10}
+	if err := errors.Join(unix.SetsockoptTimeval(events, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &patience), unix.Bind(events, &group)); err != nil {
+		return fmt.Errorf("subscribing to route changes: %w", err)
+	}
+	for _, addr := range p.Addrs {
+		for addr.Addr().Is6() {
+			routes, err := netlink.RouteGet(addr.Addr().AsSlice())
+			if err == nil && routes[0].Type == unix.RTN_LOCAL {
+				break
+			}
+			if _, err := unix.Read(events, make([]byte, 4096)); err != nil && !errors.Is(err, unix.EINTR) {
+				return fmt.Errorf("waiting until %s is an address of %s: %w", addr.Addr(), p.Name, err)
+			}
 		}
 	}
 	return nil
