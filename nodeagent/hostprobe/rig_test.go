@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"ambientd/iptables/iptables"
 	"ambientd/iptables/nftables"
 	"ambientd/iptables/redirection"
 	"ambientd/nodeagent/hostprobe"
@@ -33,7 +34,7 @@ type backend interface {
 	Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, error)
 }
 
-// eachBackend runs test with every backend that this system has.
+// eachBackend runs test with every backend, and variant of one, that this system has.
 func eachBackend(t *testing.T, test func(t *testing.T, b backend)) {
 	t.Run("nftables", func(t *testing.T) {
 		netnstest.Require(t)
@@ -43,6 +44,16 @@ func eachBackend(t *testing.T, test func(t *testing.T, b backend)) {
 		}
 		test(t, b)
 	})
+	for _, variant := range []iptables.Variant{iptables.NFTables, iptables.Legacy} {
+		t.Run("iptables-"+string(variant), func(t *testing.T) {
+			netnstest.Require(t)
+			b, err := iptables.New(t.Context(), iptables.Config{Variant: variant})
+			if err != nil {
+				t.Skip(err)
+			}
+			test(t, b)
+		})
+	}
 }
 
 // rig is a Set that works on a netns which stands for the host's.

@@ -147,7 +147,7 @@ func (s *Set) connect(ctx context.Context, listener net.Listener, to netip.AddrP
 	var receivers sync.WaitGroup
 	defer receivers.Wait()
 	defer cancel()
-	context.AfterFunc(ctx, func() { listener.Close() })
+	receivers.Go(func() { closeAfter(ctx, listener) })
 	receivers.Go(func() { receive(ctx, listener, secret, seen) })
 
 	var conn net.Conn
@@ -182,18 +182,29 @@ func receive(ctx context.Context, listener net.Listener, secret string, seen cha
 		if err != nil {
 			return // the listener is closed; whoever waits is told by ctx
 		}
+		readers.Go(func() { closeAfter(ctx, conn) })
 		readers.Go(func() {
-			defer conn.Close()
-			defer context.AfterFunc(ctx, func() { conn.Close() })()
 			said := make([]byte, len(secret))
 			if _, err := io.ReadFull(conn, said); err != nil || string(said) != secret {
 				return
 			}
-			if from, err := netip.ParseAddrPort(conn.RemoteAddr().String()); err == nil {
-				seen <- from.Addr().Unmap()
+			from, err := netip.ParseAddrPort(conn.RemoteAddr().String())
+			if err != nil {
+				return
+			}
+			select {
+			case seen <- from.Addr().Unmap():
+			default: // a proxy may try twice
 			}
 		})
 	}
+}
+
+// closeAfter closes c when ctx ends, which ends what others do with it. It returns when
+// that is done: with [context.AfterFunc] a descriptor might outlive the check.
+func closeAfter(ctx context.Context, c io.Closer) {
+	<-ctx.Done()
+	c.Close()
 }
 
 func network(addr netip.Addr) string {
