@@ -288,6 +288,34 @@ func TestSecondInterfaceWithoutProxy(t *testing.T) {
 	r.assertNothing(t, next, pod, ns)
 }
 
+// TestAttachmentAddedAnew: a container ID comes again without a DEL before, for
+// another pod, or for the same pod that has opted out meanwhile. What it stood for
+// before is no longer in the mesh: no DEL will ever name it.
+func TestAttachmentAddedAnew(t *testing.T) {
+	t.Run("another pod", func(t *testing.T) {
+		r := newRig(t)
+		peer := r.proxy(t, nil)
+		before, beforeNS := r.enrolled(t, "before", "before", "c1")
+		after, afterNS := r.enrolled(t, "after", "after", "c1")
+		r.assertNothing(t, peer, before, beforeNS)
+		r.assertRules(t, afterNS)
+		want(t, r.del(t.Context(), after, "c1", nil), podevent.ResultWithdrawn)
+		r.assertNothing(t, peer, after, afterNS)
+	})
+	t.Run("opted out", func(t *testing.T) {
+		r := newRig(t)
+		peer := r.proxy(t, nil)
+		pod, ns := r.enrolled(t, "web", "web", "c1")
+		pod.Labels = map[string]string{"istio.io/dataplane-mode": "none"}
+		r.pods.put(pod)
+		want(t, r.add(t.Context(), pod, "c1", ns), podevent.ResultSkipped)
+		r.assertNothing(t, peer, pod, ns)
+		if skipped := r.Skipped(); len(skipped) != 1 {
+			t.Errorf("status shows %+v as skipped, want the pod", skipped)
+		}
+	})
+}
+
 // TestDelEndsAdd: a DEL cancels the ADD of the same attachment and waits for
 // its undoing; another pod's ADD goes on.
 func TestDelEndsAdd(t *testing.T) {
