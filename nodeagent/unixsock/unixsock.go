@@ -18,6 +18,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"sync"
 	"syscall"
 	"time"
 
@@ -83,7 +84,11 @@ func listen(network, path string, mode fs.FileMode, logger *slog.Logger) (*rootO
 	if err := os.Chmod(path, mode); err != nil {
 		return nil, errors.Join(err, listener.Close())
 	}
-	return &rootOnly{listener: listener, logger: logger}, nil
+	file, err := os.Lstat(path)
+	if err != nil {
+		return nil, errors.Join(err, listener.Close())
+	}
+	return &rootOnly{listener: listener, file: file, logger: logger}, nil
 }
 
 // bind sets the mode on the socket before it has a name: the kernel creates the file with the mode
@@ -157,7 +162,9 @@ func removeStale(path string) error {
 // go around the check.
 type rootOnly struct {
 	listener *net.UnixListener
+	file     fs.FileInfo // the socket's, as it was made
 	logger   *slog.Logger
+	closing  sync.Once
 }
 
 // Accept waits for the next connection of a peer that may use the socket.
@@ -176,8 +183,15 @@ func (l *rootOnly) Accept() (net.Conn, error) {
 }
 
 // Close removes the file and then stops listening, in this order: as long as we listen no other
-// agent takes the path, so that the file removed is ours.
-func (l *rootOnly) Close() error { return l.listener.Close() }
+// agent takes the path. If the file was removed by others another agent may be there by now: its
+// file stays.
+func (l *rootOnly) Close() error {
+	l.closing.Do(func() {
+		now, err := os.Lstat(l.Addr().String())
+		l.listener.SetUnlinkOnClose(err == nil && os.SameFile(now, l.file))
+	})
+	return l.listener.Close()
+}
 
 // Addr is the socket's path.
 func (l *rootOnly) Addr() net.Addr { return l.listener.Addr() }

@@ -219,6 +219,32 @@ func TestLockKeptByOthers(t *testing.T) {
 	}
 }
 
+// TestCloseLeavesAnothersSocket: the file was removed, another agent has taken the path.
+func TestCloseLeavesAnothersSocket(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s")
+	listen := func() net.Listener {
+		listener, err := Listen("unix", path, 0o600, slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return listener
+	}
+	first := listen()
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	second := listen()
+	defer second.Close()
+	if err := first.Close(); err != nil {
+		t.Fatal(err)
+	}
+	client, err := net.Dial("unix", path)
+	if err != nil {
+		t.Fatalf("the second one cannot be reached any more: %v", err)
+	}
+	defer client.Close()
+}
+
 func TestRefusals(t *testing.T) {
 	dir := t.TempDir()
 	file := filepath.Join(dir, "file")
