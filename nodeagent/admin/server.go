@@ -52,7 +52,8 @@ func NewStatusServer(listener net.Listener, status func() Status, logger *slog.L
 
 // NewHealthServer returns a server of GET /healthz, which says that the process
 // runs, and GET /readyz, which says with 503 and the reason that ready returned
-// an error. Nothing else is served, so it may listen on the node's address.
+// an error. Nothing else is served, so it may listen on the node's address, and
+// however many connect, the agent keeps the latest few connections only.
 func NewHealthServer(listener net.Listener, ready func() error, logger *slog.Logger) *Server {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
@@ -65,7 +66,7 @@ func NewHealthServer(listener net.Listener, ready func() error, logger *slog.Log
 		}
 		answer(w, []byte("ok\n"), logger)
 	})
-	return newServer(listener, mux, logger)
+	return newServer(&crowd{Listener: listener, limit: maxHealthConns}, mux, logger)
 }
 
 func newServer(listener net.Listener, handler http.Handler, logger *slog.Logger) *Server {
