@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -27,6 +28,9 @@ import (
 
 // maxFileBytes bounds one manifest file. A pod's object in etcd is limited to 1.5 MiB.
 const maxFileBytes = 2 << 20
+
+// readTimeout bounds the wait for content that is not there yet.
+const readTimeout = 500 * time.Millisecond
 
 // maxUIDBytes bounds a UID; a UUID has 36. It has to fit into one message of the
 // node proxy's protocol, together with everything else.
@@ -73,6 +77,10 @@ func readBounded(path string) (content []byte, err error) {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
+	// What can be waited for (a pipe, /proc/kmsg) is not waited for long; real files have no deadlines.
+	if err := f.SetReadDeadline(time.Now().Add(readTimeout)); err != nil && !errors.Is(err, os.ErrNoDeadline) {
+		return nil, err
+	}
 	content, err = io.ReadAll(io.LimitReader(f, maxFileBytes+1))
 	if err != nil {
 		return nil, err
