@@ -15,6 +15,7 @@ import (
 	"syscall"
 	"time"
 
+	goyaml "go.yaml.in/yaml/v2"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -111,6 +112,9 @@ func decode(content []byte) (objects, error) {
 
 // add decodes one document.
 func (o *objects) add(document []byte) error {
+	if err := checkAliases(document); err != nil {
+		return err
+	}
 	asJSON, err := yaml.YAMLToJSONStrict(document)
 	if err != nil {
 		return err
@@ -129,6 +133,44 @@ func (o *objects) add(document []byte) error {
 		return o.addNamespace(asJSON)
 	}
 	return fmt.Errorf("kind %q of apiVersion %q: only Pod and Namespace of v1 are read", kind.Kind, kind.APIVersion)
+}
+
+// checkAliases refuses a document that is larger than a file may be once its aliases
+// are written out, as they are in JSON. The YAML library bounds how many values
+// they make, and not how long those are: 1.5 MB would become 30 GB.
+func checkAliases(document []byte) error {
+	if !bytes.ContainsRune(document, '*') {
+		return nil
+	}
+	var value any // in which all copies of a text share its memory
+	if err := goyaml.Unmarshal(document, &value); err != nil {
+		return err
+	}
+	if room(maxFileBytes, value) < 0 {
+		return fmt.Errorf("larger than %d bytes when its aliases are written out", maxFileBytes)
+	}
+	return nil
+}
+
+// room is what is left of so many bytes after value, or less than zero.
+func room(left int, value any) int {
+	switch v := value.(type) {
+	case string:
+		return left - len(v)
+	case []any:
+		for _, item := range v {
+			if left = room(left-1, item); left < 0 {
+				break
+			}
+		}
+	case map[any]any:
+		for key, item := range v {
+			if left = room(room(left-1, key), item); left < 0 {
+				break
+			}
+		}
+	}
+	return left
 }
 
 func (o *objects) addPod(asJSON []byte) error {
