@@ -34,6 +34,11 @@ import (
 // undoTimeout bounds taking one part of an enrolment back.
 const undoTimeout = 3 * time.Second
 
+// maxApplying bounds how many enrolments write rules at once, which takes a process
+// each where that is done with iptables. All that an enrolment waits for besides
+// costs nothing.
+const maxApplying = 64
+
 // Pods finds a pod by what the runtime says of it. The UID may be empty: not
 // every runtime passes one.
 type Pods interface {
@@ -101,6 +106,8 @@ type Enroller struct {
 	turns   turns
 	flights flights
 
+	applying chan struct{} // a send takes one of maxApplying places
+
 	mu          sync.Mutex
 	pods        map[string]*enrolment // by pod UID
 	attachments attachments
@@ -126,6 +133,7 @@ func New(cfg Config) (*Enroller, error) {
 	return &Enroller{
 		cfg:         cfg,
 		pins:        podnetns.NewPins(),
+		applying:    make(chan struct{}, maxApplying),
 		pods:        map[string]*enrolment{},
 		attachments: newAttachments(),
 	}, nil

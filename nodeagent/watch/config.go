@@ -22,7 +22,9 @@ type Config struct {
 	Logger *slog.Logger
 
 	// MaxConcurrent bounds the handlers that run at once in each of two groups: withdrawals (DEL) and
-	// everything else. Excess requests wait, within their deadline. Default 64.
+	// everything else. Excess requests wait, within their deadline. Default 512, more than a node has
+	// pods: while there is no node proxy every ADD of a pod of the mesh keeps its place for seconds, and
+	// pods outside the mesh must not wait behind them.
 	//
 	// DEL is apart because its plugin gives up after 900 ms, while an ADD may wait many seconds for a
 	// proxy: ADDs would otherwise keep out even the DEL that cancels them.
@@ -76,7 +78,7 @@ func (c Config) withDefaults() (Config, error) {
 		value *int
 		deflt int
 	}{
-		{"MaxConcurrent", &c.MaxConcurrent, 64},
+		{"MaxConcurrent", &c.MaxConcurrent, 512},
 		{"MaxConnections", &c.MaxConnections, 1024},
 	} {
 		if *n.value < 0 {
