@@ -33,9 +33,10 @@ type Malformed struct {
 	Problem    string // what the value should have been
 }
 
-// String names annotation, value and problem.
+// String names annotation, the beginning of the value, and problem: a pod's author
+// may write 256 KiB, and each ADD logs it.
 func (m Malformed) String() string {
-	return fmt.Sprintf("annotation %s=%q counts as absent: %s", m.Annotation, m.Value, m.Problem)
+	return fmt.Sprintf("annotation %s=%.64q counts as absent: %s", m.Annotation, m.Value, m.Problem)
 }
 
 // Options returns the redirection options of pod: the defaults, changed by its

@@ -66,6 +66,23 @@ func TestOptions(t *testing.T) {
 	}
 }
 
+// What a pod's author writes does not fill the log.
+func TestMalformedIsShort(t *testing.T) {
+	for _, value := range []string{strings.Repeat("x", 1<<18), strings.Repeat("\x00,", 1<<17)} {
+		p := pod("", ambient)
+		p.Annotations = map[string]string{workload.AnnotationDNSCapture: value, workload.AnnotationRerouteInterfaces: value}
+		_, malformed := workload.Options(p, workload.Defaults(redirection.DefaultOptions()))
+		if len(malformed) != 2 {
+			t.Errorf("%d reported, want both", len(malformed))
+		}
+		for _, m := range malformed {
+			if n := len(m.String()); n > 600 {
+				t.Errorf("the report about %s has %d bytes", m.Annotation, n)
+			}
+		}
+	}
+}
+
 // numbered returns n interface names.
 func numbered(n int) string {
 	var names strings.Builder
