@@ -401,6 +401,20 @@ func TestUnreadableEntries(t *testing.T) {
 	}
 }
 
+// However many files cannot be read, the error about a pod stays readable.
+func TestManyUnreadableFiles(t *testing.T) {
+	d := newDirectory(t)
+	d.logs = make(chan string, 1000)
+	for i := range 500 {
+		d.put(fmt.Sprintf("bad%03d.yaml", i), "kind: [Pod")
+	}
+	_, err := d.open().Lookup(t.Context(), "shop", "a", "")
+	wantError(t, err, manifests.ErrNotFound, "bad000.yaml", "495 more")
+	if n := len(err.Error()); n > 2000 {
+		t.Errorf("the error has %d bytes", n)
+	}
+}
+
 // Once per change of the file, however often it is read.
 func TestUnreadableFileIsLoggedOncePerChange(t *testing.T) {
 	d := newDirectory(t)
