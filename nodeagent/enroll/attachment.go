@@ -49,13 +49,6 @@ func (as attachments) forget(of podevent.Attachment) {
 	}
 }
 
-func (as attachments) forgetPod(uid string) {
-	for of := range as.ofPod[uid] {
-		delete(as.records, of)
-	}
-	delete(as.ofPod, uid)
-}
-
 // holds tells whether the pod still has an attachment in the netns: a pod with
 // two interfaces is attached twice, and only the last DEL withdraws it.
 func (as attachments) holds(uid string, netns podnetns.Key) bool {

@@ -249,6 +249,19 @@ func TestOlderSandboxCleared(t *testing.T) {
 	r.assertRules(t, newer)
 }
 
+// TestOlderSandboxClearedLast: the same when the pod has left the mesh before.
+func TestOlderSandboxClearedLast(t *testing.T) {
+	r := newRig(t)
+	peer := r.proxy(t, nil)
+	pod, older := r.enrolled(t, "web", "web", "c1")
+	newer := netnstest.New(t)
+	want(t, r.add(t.Context(), pod, "c2", newer), podevent.ResultEnrolled)
+	want(t, r.del(t.Context(), pod, "c2", newer.File()), podevent.ResultWithdrawn)
+	want(t, r.del(t.Context(), pod, "c1", older.File()), podevent.ResultWithdrawn)
+	r.assertNothing(t, peer, pod, older)
+	r.assertNothing(t, peer, pod, newer)
+}
+
 // TestSecondInterface: a pod attached twice in one netns leaves with the last.
 func TestSecondInterface(t *testing.T) {
 	r := newRig(t)

@@ -99,8 +99,7 @@ func (e *Enroller) withdraw(ctx context.Context, p *enrolment) error {
 	defer cancel()
 	uid := p.pod.UID
 	e.mu.Lock()
-	delete(e.pods, uid)
-	e.attachments.forgetPod(uid)
+	delete(e.pods, uid) // what is recorded of older sandboxes stays, for their own DELs
 	e.mu.Unlock()
 
 	e.cfg.Identities.Unregister(uid)
