@@ -38,7 +38,8 @@ type Config struct {
 	WriteTimeout time.Duration
 	// AddTimeout bounds ADD; it is to be shorter than the plugin's own timeout. Default 15 s.
 	AddTimeout time.Duration
-	// DelTimeout bounds DEL. The plugin waits for 900 ms only, but the work goes on. Default 5 s.
+	// DelTimeout bounds DEL. The plugin waits for 900 ms only, but the work goes on. It is to be longer
+	// than an ADD takes with its undoing, which DEL may have to wait for: nobody says it again. Default 30 s.
 	DelTimeout time.Duration
 	// CheckTimeout bounds CHECK and GC. Default 15 s.
 	CheckTimeout time.Duration
@@ -61,7 +62,7 @@ func (c Config) withDefaults() (Config, error) {
 		{"ReadTimeout", &c.ReadTimeout, 2 * time.Second},
 		{"WriteTimeout", &c.WriteTimeout, 2 * time.Second},
 		{"AddTimeout", &c.AddTimeout, 15 * time.Second},
-		{"DelTimeout", &c.DelTimeout, 5 * time.Second},
+		{"DelTimeout", &c.DelTimeout, 30 * time.Second},
 		{"CheckTimeout", &c.CheckTimeout, 15 * time.Second},
 		{"StatusTimeout", &c.StatusTimeout, time.Second},
 		{"StopTimeout", &c.StopTimeout, 5 * time.Second},

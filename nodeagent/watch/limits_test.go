@@ -336,6 +336,8 @@ func TestConfig(t *testing.T) {
 			t.Errorf("%s: %v", c.name, err)
 		case c.want == "" && (server.config.AddTimeout != 15*time.Second || cap(server.others) != 512):
 			t.Errorf("%s: defaults %+v", c.name, server.config)
+		case c.want == "" && server.config.DelTimeout < server.config.AddTimeout+10*time.Second:
+			t.Errorf("%s: a DEL gives up after %s, before an ADD of the same pod has ended", c.name, server.config.DelTimeout)
 		case c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want)):
 			t.Errorf("%s: error: %v, want one with %q", c.name, err, c.want)
 		}
