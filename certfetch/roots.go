@@ -71,7 +71,7 @@ func (f *Fetcher) adoptRoots(roots []*x509.Certificate, known uint64) time.Durat
 	defer f.mu.Unlock()
 	now := wallNow()
 	if f.bundle.Version != known || sameRoots(f.bundle.Roots, roots) {
-		return f.leadUntil.Sub(now)
+		return min(f.leadUntil.Sub(now), rootsLead) // more only if the clock was set back since
 	}
 	first := f.bundle.Version == 0
 	f.version++

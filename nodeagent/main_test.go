@@ -17,6 +17,7 @@ import (
 
 	"github.com/rogpeppe/go-internal/testscript"
 
+	"ambientd/cni-plugin/podevent"
 	"ambientd/tools/netnstest"
 )
 
@@ -61,6 +62,47 @@ func runScripts(t *testing.T, dir string) {
 		RequireExplicitExec: true,
 		RequireUniqueNames:  true,
 	})
+}
+
+// TestLogReaderGoes: the agent outlives whoever reads its log.
+func TestLogReaderGoes(t *testing.T) {
+	netnstest.Require(t)
+	dir, err := os.MkdirTemp("", "ambientd") // short, for sockets
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	// Called by this name the test binary is ambientd.
+	agent := exec.CommandContext(t.Context(), "/proc/self/exe", "run", "--log-format=json", "--node-name=n",
+		"--run-dir="+dir+"/run", "--zds-socket="+dir+"/zds.sock", "--pods-from=manifests="+dir)
+	agent.Args[0] = "ambientd"
+	agent.Env = append(os.Environ(), "GORACE=atexit_sleep_ms=0")
+	log, err := agent.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := agent.Start(); err != nil {
+		t.Fatal(err)
+	}
+	lines := bufio.NewScanner(log)
+	for lines.Scan() && !strings.Contains(lines.Text(), `"msg":"ready"`) {
+		continue
+	}
+	if err := log.Close(); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 3 { // each makes a line in the log
+		req := podevent.Request{Command: podevent.CommandDel, Network: "net", ContainerID: "c1", IfName: "eth0"}
+		if _, err := podevent.Call(t.Context(), dir+"/run/private/cni.sock", req, nil); err != nil {
+			t.Fatalf("call %d: %v", i, err)
+		}
+	}
+	if err := agent.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	if err := agent.Wait(); err != nil {
+		t.Errorf("the agent ended with %v", err)
+	}
 }
 
 // startAgent is the script command "start-agent FLAGS...": it runs ambientd in the

@@ -10,7 +10,9 @@ import (
 	"io"
 	"log/slog"
 	"os"
+	"os/signal"
 	"strings"
+	"syscall"
 
 	"ambientd/nodeagent/agent"
 )
@@ -42,6 +44,9 @@ func runAgent(ctx context.Context, args []string, stdout, stderr io.Writer) erro
 	if err != nil {
 		return err
 	}
+	// Whoever reads the log may go before the agent does. A write to a pipe that is closed then fails;
+	// without this it would end the process (package os/signal, "SIGPIPE").
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
 	cfg.Version = buildVersion()
 	cfg.Logger = newLogger(cfg, stderr)
 	return agent.Run(ctx, cfg)

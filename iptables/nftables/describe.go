@@ -152,7 +152,14 @@ func describeLoad(name, key string, f fields, destination, source uint16) string
 	if _, sets := f[source]; sets {
 		return fmt.Sprintf("%s set %s with reg %d", name, key, f.number(source))
 	}
-	return fmt.Sprintf("%s load %s => reg %d", name, key, f.number(destination))
+	loaded := fmt.Sprintf("%s load %s => reg %d", name, key, f.number(destination))
+	if name != "ct" {
+		return loaded
+	}
+	if direction := f.take(unix.NFTA_CT_DIRECTION); len(direction) == 1 {
+		loaded += fmt.Sprintf(" direction %d", direction[0])
+	}
+	return loaded
 }
 
 func metaKey(key uint32) string {
@@ -180,6 +187,14 @@ func conntrackKey(key uint32) string {
 		return "mark"
 	case unix.NFT_CT_ZONE:
 		return "zone"
+	case unix.NFT_CT_SRC_IP:
+		return "src_ip"
+	case unix.NFT_CT_DST_IP:
+		return "dst_ip"
+	case unix.NFT_CT_SRC_IP6:
+		return "src_ip6"
+	case unix.NFT_CT_DST_IP6:
+		return "dst_ip6"
 	default:
 		return fmt.Sprintf("key %d", key)
 	}

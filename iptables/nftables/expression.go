@@ -11,6 +11,9 @@ import (
 // register is the one that expressions load to and read from unless they say otherwise: rules compare one value at a time.
 const register = unix.NFT_REG_1
 
+// otherRegister is for what must not change the first one.
+const otherRegister = unix.NFT_REG_2
+
 // expression is one step of a rule, as an element of the rule's list (enum nft_expr_attributes of
 // linux/netfilter/nf_tables.h): a packet that does not compare as it should goes on to the next rule.
 type expression []byte

@@ -27,66 +27,138 @@ type chainLines struct {
 
 // arrange turns the model's rules into the chains of our table. A chain without rules is left out.
 func arrange(rules []redirection.Rule) []chainLines {
-	byChain := map[redirection.Chain][]redirection.Rule{}
-	for _, rule := range rules {
-		byChain[rule.Chain] = append(byChain[rule.Chain], rule)
+	byChain := map[redirection.Chain][]line{}
+	for _, r := range rules {
+		byChain[r.Chain] = append(byChain[r.Chain], line{Rule: r, comment: "row " + strconv.Itoa(r.Row)})
 	}
 	var chains []chainLines
 	for _, c := range redirection.Chains() {
-		if len(byChain[c]) > 0 {
-			chains = append(chains, chainLines{chain: c, lines: lines(byChain[c])})
+		lines := byChain[c]
+		if c.Table == redirection.NAT {
+			lines = shorten(lines)
+		}
+		if len(lines) > 0 {
+			chains = append(chains, chainLines{chain: c, lines: lines})
 		}
 	}
 	return chains
 }
 
-// lines turns the rules of one chain into those of our table.
+// shorten returns lines of a NAT chain that decide the same about every packet and take the kernel less time to install.
 //
-// What the kernel takes to install a table goes by the number of expressions: it looks each one up by name in a list of
-// some sixty types. Several rows exempt loopback destinations, once for each family. Where nothing after the first of
-// them does anything to such a packet, one rule per family that accepts it there says the same, and the rows after it
-// need not tell the families apart.
-func lines(rules []redirection.Rule) []line {
-	plain := make([]line, 0, len(rules))
-	for _, r := range rules {
-		plain = append(plain, line{Rule: r, comment: "row " + strconv.Itoa(r.Row)})
+// What that takes goes by the number of expressions: the kernel looks each one up by name, in a list of some sixty types
+// that it reads to its end. In a NAT chain the first line that a packet meets decides, and it is either redirected or
+// left alone, as it is if it meets none. So an order among lines that no packet can meet both of does not matter; what
+// accepts may as well accept packets that no line after it redirects; and a condition that all redirections from some
+// line on have can be one line there, which accepts what does not meet it.
+func shorten(lines []line) []line {
+	lines = relaxed(advanced(trimmed(lines)))
+	for _, c := range []exemption{loopbackExemption(), proxyExemption()} {
+		if factored := c.factor(lines); factored != nil && cost(factored) < cost(lines) {
+			lines = factored
+		}
 	}
-	if factored := factorLoopback(plain); factored != nil && expressionCount(factored) < expressionCount(plain) {
-		return factored
-	}
-	return plain
+	return lines
 }
 
-// factorLoopback returns the shorter form, or nil where it would mean something else.
-func factorLoopback(plain []line) []line {
+// trimmed returns the lines up to the last that redirects: what is left alone after it would be anyway.
+func trimmed(lines []line) []line {
+	for i := len(lines) - 1; i >= 0; i-- {
+		if lines[i].Verdict.Action == redirection.Redirect {
+			return lines[:i+1]
+		}
+	}
+	return nil
+}
+
+// advanced returns the lines with those of UDP before those of TCP that they follow, so that more of what comes after is
+// about TCP alone.
+func advanced(lines []line) []line {
+	moved := append([]line(nil), lines...)
+	for i := range moved {
+		for j := i; j > 0 && moved[j].Match.Protocol == redirection.UDP && moved[j-1].Match.Protocol == redirection.TCP; j-- {
+			moved[j], moved[j-1] = moved[j-1], moved[j]
+		}
+	}
+	return moved
+}
+
+// relaxed returns the lines without the conditions of accepting ones that all redirections after them have too.
+func relaxed(lines []line) []line {
+	loose := append([]line(nil), lines...)
+	var families redirection.Families // of the redirections after
+	protocols := map[redirection.Protocol]bool{}
+	for i := len(loose) - 1; i >= 0; i-- {
+		l := &loose[i]
+		if l.Verdict.Action == redirection.Redirect {
+			families |= l.Families
+			protocols[l.Match.Protocol] = true
+			continue
+		}
+		// Ports and flags stay with their protocol: an operator would take them for those of any.
+		m := &l.Match
+		ported := m.WithoutSYN || m.SourcePort != redirection.PortMatch{} || m.DestinationPort != redirection.PortMatch{}
+		if len(protocols) == 1 && protocols[m.Protocol] && !ported {
+			m.Protocol = redirection.AnyProtocol
+		}
+		// An address says which family it is of by itself.
+		if l.Families.Has(families) && !m.Source.Prefix.IsValid() && !m.Destination.Prefix.IsValid() {
+			l.Families = redirection.DualStack
+		}
+	}
+	return loose
+}
+
+// exemption is a condition that keeps packets from being redirected.
+type exemption struct {
+	what   string                                            // it exempts, for comments
+	in     func(m redirection.Match) bool                    // m has it
+	clear  func(m *redirection.Match)                        // takes it out
+	exempt func(m redirection.Match) (met redirection.Match) // matches the packets that it exempts in m
+}
+
+func loopbackExemption() exemption {
+	return exemption{
+		what:  "loopback is",
+		in:    func(m redirection.Match) bool { return m.Destination.Not },
+		clear: func(m *redirection.Match) { m.Destination = redirection.AddressMatch{} },
+		exempt: func(m redirection.Match) redirection.Match {
+			return redirection.Match{Destination: redirection.AddressMatch{Prefix: m.Destination.Prefix}}
+		},
+	}
+}
+
+func proxyExemption() exemption {
+	return exemption{
+		what:  "the proxy is",
+		in:    func(m redirection.Match) bool { return m.PacketMark.Not },
+		clear: func(m *redirection.Match) { m.PacketMark = redirection.MarkMatch{} },
+		exempt: func(m redirection.Match) redirection.Match {
+			return redirection.Match{PacketMark: redirection.MarkMatch{Mark: m.PacketMark.Mark}}
+		},
+	}
+}
+
+// factor returns the lines with the exemption as lines of its own before the first that has it, nil where that would mean
+// something else: where one after it redirects packets that are exempt from the first.
+func (c exemption) factor(lines []line) []line {
 	first := -1
-	var rows []string
-	for i, l := range plain {
-		exempt := l.Match.Destination.Not
-		if exempt && first < 0 {
+	for i, l := range lines {
+		if first < 0 && c.in(l.Match) {
 			first = i
 		}
-		if first >= 0 && !exempt && l.Verdict.Action != redirection.Accept {
-			return nil // this one does something to loopback destinations
-		}
-		if row := strconv.Itoa(l.Row); exempt && (len(rows) == 0 || rows[len(rows)-1] != row) {
-			rows = append(rows, row)
+		if first >= 0 && !c.in(l.Match) && l.Verdict.Action != redirection.Accept {
+			return nil
 		}
 	}
 	if first < 0 {
 		return nil
 	}
-	factored := append([]line(nil), plain[:first]...)
-	exempted := redirection.Families(0)
-	for _, l := range plain[first:] {
-		if l.Match.Destination.Not && !exempted.Has(l.Families) {
-			exempted |= l.Families
-			factored = append(factored, acceptDestination(l, rows))
-		}
-	}
-	for _, l := range plain[first:] {
-		if l.Match.Destination.Not {
-			l.Match.Destination = redirection.AddressMatch{}
+	factored := append([]line(nil), lines[:first]...)
+	factored = append(factored, c.lines(lines[first:])...)
+	for _, l := range lines[first:] {
+		if c.in(l.Match) {
+			c.clear(&l.Match)
 		}
 		last := &factored[len(factored)-1]
 		if last.Row == l.Row && last.Match == l.Match && last.Verdict == l.Verdict {
@@ -95,24 +167,50 @@ func factorLoopback(plain []line) []line {
 		}
 		factored = append(factored, l)
 	}
-	return factored
+	return relaxed(factored)
 }
 
-// acceptDestination returns the line that accepts what l exempts.
-func acceptDestination(l line, rows []string) line {
-	rule := redirection.Rule{Families: l.Families, Chain: l.Chain, Verdict: redirection.Verdict{Action: redirection.Accept}}
-	rule.Match.Destination.Prefix = l.Match.Destination.Prefix
+// lines returns what accepts the packets that are exempt from the lines given.
+func (c exemption) lines(from []line) []line {
+	var rows []string
+	var accepting []line
+	for _, l := range from {
+		if !c.in(l.Match) {
+			continue
+		}
+		if row := strconv.Itoa(l.Row); len(rows) == 0 || rows[len(rows)-1] != row {
+			rows = append(rows, row)
+		}
+		met := c.exempt(l.Match)
+		known := false
+		for i := range accepting {
+			if accepting[i].Match == met {
+				accepting[i].Families |= l.Families
+				known = true
+			}
+		}
+		if !known {
+			rule := redirection.Rule{Families: l.Families, Chain: l.Chain, Match: met, Verdict: redirection.Verdict{Action: redirection.Accept}}
+			accepting = append(accepting, line{Rule: rule})
+		}
+	}
 	label := "row"
 	if len(rows) > 1 {
 		label = "rows"
 	}
-	return line{Rule: rule, comment: fmt.Sprintf("loopback is exempt from %s %s", label, strings.Join(rows, ", "))}
+	for i := range accepting {
+		accepting[i].comment = fmt.Sprintf("%s exempt from %s %s", c.what, label, strings.Join(rows, ", "))
+	}
+	return accepting
 }
 
-func expressionCount(lines []line) int {
-	count := 0
+// cost returns what it takes the kernel to install the lines, in halves of what an expression takes: a rule by itself
+// takes one and a half (measured).
+func cost(lines []line) int {
+	const perRule, perExpression = 3, 2
+	sum := 0
 	for _, l := range lines {
-		count += len(renderMatch(l.Rule)) // verdicts take the same number in both forms
+		sum += perRule + perExpression*len(renderMatch(l.Rule)) // verdicts take the same number in all forms
 	}
-	return count
+	return sum
 }

@@ -79,22 +79,60 @@ func randomPacket(r *rand.Rand) packet {
 	}
 }
 
-// TestFactoringKeepsTheMeaning sends random packets through the rows as they are and as they are rendered.
-func TestFactoringKeepsTheMeaning(t *testing.T) {
-	random := rand.New(rand.NewPCG(1, 2))
-	for name, v := range variants() {
-		byChain := map[redirection.Chain][]redirection.Rule{}
-		for _, rule := range redirection.Rules(v.options, v.families) {
-			byChain[rule.Chain] = append(byChain[rule.Chain], rule)
+// linesOf returns the rules of one chain as they are.
+func linesOf(rules []redirection.Rule, chain redirection.Chain) []line {
+	var lines []line
+	for _, r := range rules {
+		if r.Chain == chain {
+			lines = append(lines, line{Rule: r, comment: "row"})
 		}
-		for chain, rules := range byChain {
-			rendered := make([]redirection.Rule, 0, len(rules))
-			for _, l := range lines(rules) {
-				rendered = append(rendered, l.Rule)
+	}
+	return lines
+}
+
+func rulesIn(lines []line) []redirection.Rule {
+	rules := make([]redirection.Rule, 0, len(lines))
+	for _, l := range lines {
+		rules = append(rules, l.Rule)
+	}
+	return rules
+}
+
+// moreVariants are those that are worth no golden file.
+func moreVariants() map[string]variant {
+	all := variants()
+	for name, v := range variants() {
+		for change, apply := range map[string]func(*redirection.Options){
+			"no-dns":      func(o *redirection.Options) { o.DNSCapture = false },
+			"bypass":      func(o *redirection.Options) { o.InboundBypass = true },
+			"established": func(o *redirection.Options) { o.KeepEstablished = true },
+		} {
+			changed := v
+			apply(&changed.options)
+			all[name+" "+change] = changed
+		}
+		v.families = redirection.IPv6
+		all[name+" ipv6"] = v
+	}
+	return all
+}
+
+// TestShorteningKeepsTheMeaning sends random packets through the rows as they are and as they are rendered.
+func TestShorteningKeepsTheMeaning(t *testing.T) {
+	random := rand.New(rand.NewPCG(1, 2))
+	for name, v := range moreVariants() {
+		rules := redirection.Rules(v.options, v.families)
+		for _, chain := range redirection.Chains() {
+			plain := linesOf(rules, chain)
+			rendered := []line(nil)
+			for _, c := range arrange(rules) {
+				if c.chain == chain {
+					rendered = c.lines
+				}
 			}
 			for range 20_000 {
 				p := randomPacket(random)
-				if want, got := fate(p, rules), fate(p, rendered); got != want {
+				if want, got := fate(p, rulesIn(plain)), fate(p, rulesIn(rendered)); got != want {
 					t.Fatalf("%s, %s: %+v: the rows say %q, their rendering %q", name, chain, p, want, got)
 				}
 			}
@@ -102,48 +140,55 @@ func TestFactoringKeepsTheMeaning(t *testing.T) {
 	}
 }
 
-func TestFactoringIsShorter(t *testing.T) {
-	count := func(byLine func([]redirection.Rule) []line) int {
-		expressions := 0
-		for _, chain := range redirection.Chains() {
-			var rules []redirection.Rule
-			for _, rule := range redirection.Rules(redirection.DefaultOptions(), redirection.DualStack) {
-				if rule.Chain == chain {
-					rules = append(rules, rule)
-				}
-			}
-			expressions += expressionCount(byLine(rules))
-		}
-		return expressions
+// TestShorteningIsWorthIt counts what a default pod's rules take.
+func TestShorteningIsWorthIt(t *testing.T) {
+	rules := redirection.Rules(redirection.DefaultOptions(), redirection.DualStack)
+	plain, shortened := 0, 0
+	for _, chain := range redirection.Chains() {
+		plain += cost(linesOf(rules, chain))
 	}
-	plain := count(func(rules []redirection.Rule) []line {
-		var all []line
-		for _, r := range rules {
-			all = append(all, line{Rule: r})
-		}
-		return all
-	})
-	factored := count(lines)
-	if factored >= plain*4/5 {
-		t.Errorf("%d expressions instead of %d: not worth the trouble", factored, plain)
+	for _, c := range arrange(rules) {
+		shortened += cost(c.lines)
+	}
+	if shortened >= plain*7/10 {
+		t.Errorf("the cost is %d instead of %d: not worth the trouble", shortened, plain)
 	}
 }
 
-// TestFactoringRefuses has a rule that does something to loopback destinations, behind one that exempts them.
-func TestFactoringRefuses(t *testing.T) {
-	rules := redirection.Rules(redirection.DefaultOptions(), redirection.DualStack)
-	var output []line
-	for _, r := range rules {
-		if r.Row == 13 {
-			output = append(output, line{Rule: r})
+// TestShorteningRefuses has lines that it must not change, or not by one of its means.
+func TestShorteningRefuses(t *testing.T) {
+	var egress []line
+	for _, l := range linesOf(redirection.Rules(redirection.DefaultOptions(), redirection.DualStack), redirection.Chain{Table: redirection.NAT, Hook: redirection.Output}) {
+		if l.Row == 13 {
+			egress = append(egress, l)
 		}
 	}
-	all := output[0]
-	all.Match.Destination = redirection.AddressMatch{}
-	if got := factorLoopback(append(output, all)); got != nil {
-		t.Errorf("factored to %v", got)
+	all := egress[0]
+	all.Match.Destination, all.Match.PacketMark = redirection.AddressMatch{}, redirection.MarkMatch{}
+	for name, test := range map[string]struct {
+		by    exemption
+		lines []line
+	}{
+		"loopback is redirected later":  {loopbackExemption(), append(egress[:2:2], all)},
+		"the proxy is redirected later": {proxyExemption(), append(egress[:2:2], all)},
+		"nothing is exempt":             {loopbackExemption(), []line{all}},
+	} {
+		if got := test.by.factor(test.lines); got != nil {
+			t.Errorf("%s: factored to %v", name, got)
+		}
 	}
-	if got := factorLoopback([]line{all}); got != nil {
-		t.Errorf("nothing to factor, got %v", got)
+	accepts := all
+	accepts.Verdict = redirection.Verdict{Action: redirection.Accept}
+	udp := all
+	udp.Match.Protocol = redirection.UDP
+	if got := relaxed([]line{accepts, all, udp}); got[0].Match.Protocol != redirection.TCP {
+		t.Errorf("an exemption from TCP became one from what is redirected: %v", got)
+	}
+	accepts.Match.Protocol = redirection.UDP
+	if got := relaxed([]line{accepts, all}); got[0].Match.Protocol != redirection.UDP {
+		t.Errorf("an exemption from UDP became one from what is redirected: %v", got)
+	}
+	if got := trimmed([]line{accepts}); got != nil {
+		t.Errorf("nothing is redirected, got %v", got)
 	}
 }

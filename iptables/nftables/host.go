@@ -19,9 +19,9 @@ import (
 const maxHostDifferences = 40
 
 // EnsureHost makes the host's namespace, which run enters, hold the table that the options call for: the rule that gives
-// probes their source, and the sets that say whose probes. It writes nothing where that is so. Otherwise it replaces the
-// table in one transaction and keeps the entries that fit the options. It prunes nothing: which entries there should be
-// is for [Backend.SetEntries].
+// probes their source, and the sets that say whose probes. It writes nothing where that is so. Otherwise it repairs the
+// table in one transaction, and keeps the entries: where sets are right it leaves them alone, else it makes them anew with
+// the entries that fit the options. It prunes nothing: which entries there should be is for [Backend.SetEntries].
 func (b *Backend) EnsureHost(ctx context.Context, run redirection.Runner, opts redirection.HostOptions) error {
 	if err := opts.Validate(); err != nil {
 		return fmt.Errorf("host options: %w", err)
@@ -31,18 +31,21 @@ func (b *Backend) EnsureHost(ctx context.Context, run redirection.Runner, opts r
 		if err != nil {
 			return err
 		}
-		var entries []redirection.HostEntry
-		if state != nil {
-			want, err := wantedHost(opts)
-			if err != nil {
-				return err
-			}
-			if len(differences(want, state.table)) == 0 {
-				return nil
-			}
-			entries = state.fitting(opts)
+		if state == nil {
+			return commit(socket, assemble(buildHost(opts)))
 		}
-		return commit(socket, assemble(append(buildHost(opts), additions(entries)...)))
+		want, err := wantedHost(opts)
+		if err != nil {
+			return err
+		}
+		switch {
+		case len(differences(want, state.table)) == 0:
+			return nil
+		case len(setDifferences(want, state.table)) == 0 && state.table.flags == want.flags && state.table.others == 0:
+			return commit(socket, assemble(rebuildHostChains(opts, state.table)))
+		default:
+			return commit(socket, assemble(append(buildHost(opts), additions(state.fitting(opts))...)))
+		}
 	})
 	if err != nil {
 		return fmt.Errorf("setting up the probes' rule (nftables): %w", err)
@@ -71,8 +74,12 @@ func (b *Backend) VerifyHost(ctx context.Context, run redirection.Runner, opts r
 			return err
 		}
 		state.table.explain(hostMeanings(opts, want))
-		found = append(differences(want, state.table), state.entryDifferences(entries)...)
-		return nil
+		found = differences(want, state.table)
+		if len(setDifferences(want, state.table)) == 0 { // else their elements are no matter
+			err = state.confirm(socket, state.missing(entries))
+		}
+		found = append(found, state.entryDifferences(entries)...)
+		return err
 	})
 	if err != nil {
 		return nil, fmt.Errorf("verifying the probes' rule (nftables): %w", err)
@@ -205,15 +212,27 @@ func (s *hostState) fitting(opts redirection.HostOptions) []redirection.HostEntr
 	return entries
 }
 
+// missing returns those of the entries that the state does not hold, each once, in order.
+func (s *hostState) missing(wanted []redirection.HostEntry) []redirection.HostEntry {
+	var missing []redirection.HostEntry
+	for _, entry := range wanted {
+		if !s.entries[entry] {
+			missing = append(missing, entry)
+		}
+	}
+	slices.SortFunc(missing, redirection.HostEntry.Compare)
+	return slices.Compact(missing)
+}
+
 // entryDifferences returns in what the sets' elements are not the entries wanted.
 func (s *hostState) entryDifferences(wanted []redirection.HostEntry) []redirection.Difference {
 	var found []redirection.Difference
 	what := func(e redirection.HostEntry) string { return "entry of set " + setOf(redirection.FamilyOf(e.Addr)) }
+	for _, entry := range s.missing(wanted) {
+		found = append(found, redirection.Difference{What: what(entry), Want: entry.String()})
+	}
 	want := map[redirection.HostEntry]bool{}
-	for _, entry := range slices.SortedFunc(slices.Values(wanted), redirection.HostEntry.Compare) {
-		if !want[entry] && !s.entries[entry] {
-			found = append(found, redirection.Difference{What: what(entry), Want: entry.String()})
-		}
+	for _, entry := range wanted {
 		want[entry] = true
 	}
 	var surplus []redirection.HostEntry

@@ -37,13 +37,33 @@ const (
 // before.
 func buildHost(opts redirection.HostOptions) []change {
 	changes := replaceTable(redirection.HostTable)
-	rules := redirection.HostRules(opts)
-	for i, rule := range rules {
+	for i, rule := range redirection.HostRules(opts) {
 		changes = append(changes, addSet(rule, uint32(i)+1))
 	}
-	changes = append(changes, addChain(redirection.HostTable, hostChain,
-		hook{number: unix.NF_INET_POST_ROUTING, kind: "nat", priority: hostPriority}))
-	for _, rule := range rules {
+	return append(changes, buildHostChain(opts)...)
+}
+
+// rebuildHostChains returns the changes that make the table's chains as the options call for them, and leave its sets
+// alone.
+func rebuildHostChains(opts redirection.HostOptions, got *table) []change {
+	var changes []change
+	for _, message := range []uint16{unix.NFT_MSG_DELRULE, unix.NFT_MSG_DELCHAIN} { // their rules may lead to each other
+		name := uint16(unix.NFTA_RULE_CHAIN)
+		if message == unix.NFT_MSG_DELCHAIN {
+			name = unix.NFTA_CHAIN_NAME
+		}
+		for _, c := range got.chains {
+			payload := appendText(ofTable(redirection.HostTable, unix.NFTA_CHAIN_TABLE), name, c.name)
+			changes = append(changes, change{message: message, payload: payload, what: "deleting chain " + c.name})
+		}
+	}
+	return append(changes, buildHostChain(opts)...)
+}
+
+func buildHostChain(opts redirection.HostOptions) []change {
+	changes := []change{addChain(redirection.HostTable, hostChain,
+		hook{number: unix.NF_INET_POST_ROUTING, kind: "nat", priority: hostPriority})}
+	for _, rule := range redirection.HostRules(opts) {
 		changes = append(changes, addRule(redirection.HostTable, hostChain, "probes of "+rule.Family.String(), renderHostRule(rule)))
 	}
 	return changes
@@ -167,6 +187,29 @@ func readHostOnce(socket *rawnetlink.Socket) (*hostState, error) {
 		return nil, rawnetlink.ErrInterrupted
 	}
 	return state, nil
+}
+
+// confirm asks for entries one by one that a list of the elements did not show, and takes up those that are there: the
+// kernel's hash table grows in the background, and a list that is made meanwhile may lack some.
+func (s *hostState) confirm(socket *rawnetlink.Socket, entries []redirection.HostEntry) error {
+	const atOnce = 64 // so that the answers fit into the socket's buffer
+	for part := range slices.Chunk(entries, atOnce) {
+		var requests []byte
+		for _, entry := range part {
+			requests = rawnetlink.AppendMessage(requests, rawnetlink.Message{
+				Type: messageType(unix.NFT_MSG_GETSETELEM), Flags: unix.NLM_F_REQUEST,
+				Payload: appendElements(ofSet(setOf(redirection.FamilyOf(entry.Addr))), entry),
+			})
+		}
+		answers, err := socket.Query(requests, len(part))
+		if err != nil {
+			return err
+		}
+		if err := s.addElements(answers); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // addElements takes up the elements of our sets.

@@ -66,28 +66,53 @@ func addChains(table string, chains []chainLines) ([]change, error) {
 		}
 		changes = append(changes, addChain(table, chainName(c.chain), h))
 		for _, l := range c.lines {
-			verdict, err := renderVerdict(l.Verdict)
+			list, err := renderRule(l.Rule)
 			if err != nil {
 				return nil, fmt.Errorf("rendering %s: %w", l.comment, err)
 			}
-			changes = append(changes, addRule(table, chainName(c.chain), l.comment, append(renderMatch(l.Rule), verdict...)))
+			changes = append(changes, addRule(table, chainName(c.chain), l.comment, list))
 		}
 	}
 	return changes, nil
+}
+
+// renderRule returns the expressions of a rule.
+func renderRule(rule redirection.Rule) ([]expression, error) {
+	if m := rule.Match.ConnMark; rule.Verdict.Action == redirection.RestoreMark && m.Mark.Mask != 0 {
+		// What was loaded to be compared can be set as it is if the comparison leaves it alone.
+		rule.Match.ConnMark = redirection.MarkMatch{}
+		return append(renderMatch(rule),
+			loadConntrack(unix.NFT_CT_MARK),
+			maskTo(otherRegister, nativeEndian(m.Mark.Mask), make([]byte, 4)),
+			compareIn(otherRegister, negation(m.Not).op(), nativeEndian(m.Mark.Value)),
+			setMeta(unix.NFT_META_MARK),
+		), nil
+	}
+	verdict, err := renderVerdict(rule.Verdict)
+	return append(renderMatch(rule), verdict...), err
 }
 
 // renderMatch returns the expressions that a packet must pass, the cheap and telling ones first.
 func renderMatch(rule redirection.Rule) []expression {
 	var e expressions
 	m := rule.Match
-	if rule.Families != redirection.DualStack {
+	// NAT chains see the packet that opens a connection, before anything was translated: its addresses are those of the
+	// connection's original direction. Loading them tells the families apart by itself, which a header's bytes do not.
+	tracked := rule.Chain.Table == redirection.NAT
+	addressed := m.Source.Prefix.IsValid() || m.Destination.Prefix.IsValid()
+	if rule.Families != redirection.DualStack && !(tracked && addressed) {
 		// A table of family inet sees both.
 		e.compare(loadMeta(unix.NFT_META_NFPROTO), unix.NFT_CMP_EQ, []byte{protocolFamily(rule.Families)})
 	}
 	e.interfaceName(unix.NFT_META_IIFNAME, m.In)
 	e.interfaceName(unix.NFT_META_OIFNAME, m.Out)
-	e.address(m.Source, 12, 8)
-	e.address(m.Destination, 16, 24)
+	if tracked {
+		e.address(m.Source, original(unix.NFT_CT_SRC_IP), original(unix.NFT_CT_SRC_IP6))
+		e.address(m.Destination, original(unix.NFT_CT_DST_IP), original(unix.NFT_CT_DST_IP6))
+	} else {
+		e.address(m.Source, inHeader(12), inHeader(8))
+		e.address(m.Destination, inHeader(16), inHeader(24))
+	}
 	if m.Protocol != redirection.AnyProtocol {
 		e.compare(loadMeta(unix.NFT_META_L4PROTO), unix.NFT_CMP_EQ, []byte{byte(m.Protocol)})
 	}
@@ -148,22 +173,30 @@ func (e *expressions) interfaceName(key uint32, m redirection.InterfaceMatch) {
 	e.compare(loadMeta(key), negation(m.Not).op(), name)
 }
 
-// address compares an address at the offset that it has in the header of its family.
-func (e *expressions) address(m redirection.AddressMatch, offsetIPv4, offsetIPv6 uint32) {
+// loader loads so many bytes of an address, or more.
+type loader func(length uint32) expression
+
+func original(key uint32) loader { return func(uint32) expression { return loadOriginal(key) } }
+
+func inHeader(offset uint32) loader {
+	return func(length uint32) expression { return loadPayload(unix.NFT_PAYLOAD_NETWORK_HEADER, offset, length) }
+}
+
+// address compares an address, which is loaded in the way of its family.
+func (e *expressions) address(m redirection.AddressMatch, loadIPv4, loadIPv6 loader) {
 	if !m.Prefix.IsValid() {
 		return
 	}
 	want := m.Prefix.Masked().Addr().AsSlice()
-	bits, offset, length := m.Prefix.Bits(), offsetIPv4, uint32(len(want))
+	bits, load := m.Prefix.Bits(), loadIPv4
 	if m.Prefix.Addr().Is6() {
-		offset = offsetIPv6
+		load = loadIPv6
 	}
 	if bits%8 != 0 {
-		e.masked(loadPayload(unix.NFT_PAYLOAD_NETWORK_HEADER, offset, length), net.CIDRMask(bits, 8*len(want)), negation(m.Not).op(), want)
+		e.masked(load(uint32(len(want))), net.CIDRMask(bits, 8*len(want)), negation(m.Not).op(), want)
 		return
 	}
-	// The network part alone needs no mask.
-	e.compare(loadPayload(unix.NFT_PAYLOAD_NETWORK_HEADER, offset, uint32(bits/8)), negation(m.Not).op(), want[:bits/8])
+	e.compare(load(uint32(bits/8)), negation(m.Not).op(), want[:bits/8]) // the network part alone needs no mask
 }
 
 // port compares a port of TCP or UDP; both have the source's at offset 0 and the destination's at 2.

@@ -152,7 +152,7 @@ func TestBatchesCanBeSentAsTheyAre(t *testing.T) {
 }
 
 func TestUnknownPartsOfTheModelAreErrors(t *testing.T) {
-	nothing := redirection.Rule{Chain: redirection.Chain{Table: redirection.NAT, Hook: redirection.Output}}
+	nothing := redirection.Rule{Chain: redirection.Chain{Table: redirection.Mangle, Hook: redirection.Output}}
 	if _, err := newRuleSet([]redirection.Rule{nothing}); err == nil {
 		t.Error("unknown verdict: no error")
 	}

@@ -311,6 +311,49 @@ func TestHealth(t *testing.T) {
 	check("/v1/status", http.StatusNotFound, "")
 }
 
+// Anybody may open connections to the health endpoints. They cost the agent a
+// bounded number of descriptors, and whoever asks is still answered.
+func TestHealthInACrowd(t *testing.T) {
+	const visitors, enough = 200, 100 // more than are kept, and as many of the latest as cannot all be
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := admin.NewHealthServer(listener, func() error { return nil }, http.NotFoundHandler(), quiet())
+	serve(t, server)
+	ask := func(conn net.Conn) error {
+		if _, err := io.WriteString(conn, "GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"); err != nil {
+			return err
+		}
+		resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
+		if err != nil {
+			return err
+		}
+		_, err = io.Copy(io.Discard, resp.Body)
+		return errors.Join(err, resp.Body.Close())
+	}
+	var conns []net.Conn
+	for range visitors {
+		conn, err := net.Dial("tcp", server.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		if err := errors.Join(conn.SetDeadline(time.Now().Add(10*time.Second)), ask(conn)); err != nil {
+			t.Fatal(err)
+		}
+		conns = append(conns, conn)
+	}
+	for i, conn := range conns[:visitors-enough] {
+		if _, err := conn.Read(make([]byte, 1)); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Fatalf("connection %d of %d is still open: %v", i, visitors, err)
+		}
+	}
+	if err := ask(conns[visitors-1]); err != nil {
+		t.Errorf("the latest connection: %v", err)
+	}
+}
+
 // A client that never ends its request cannot keep the agent from ending.
 func TestStopWithOpenConnections(t *testing.T) {
 	listener, path := listen(t)

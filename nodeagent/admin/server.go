@@ -68,7 +68,7 @@ func handleStatus(mux *http.ServeMux, status func() Status, logger *slog.Logger)
 // NewHealthServer returns a server of GET /healthz, which says that the process
 // runs, GET /readyz, which says with 503 and the reason that ready returned an
 // error, and GET /metrics. Nothing else is served, so it may listen on the node's
-// address.
+// address, and however many connect, the agent keeps the latest few connections only.
 func NewHealthServer(listener net.Listener, ready func() error, metrics http.Handler, logger *slog.Logger) *Server {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", metrics)
@@ -82,7 +82,7 @@ func NewHealthServer(listener net.Listener, ready func() error, metrics http.Han
 		}
 		answer(w, []byte("ok\n"), logger)
 	})
-	return newServer(listener, mux, logger)
+	return newServer(&crowd{Listener: listener, limit: maxHealthConns}, mux, logger)
 }
 
 func newServer(listener net.Listener, handler http.Handler, logger *slog.Logger) *Server {

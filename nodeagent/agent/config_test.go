@@ -70,6 +70,7 @@ func TestValidate(t *testing.T) {
 		{"IPv6 off", func(c *agent.Config) { c.IPv6 = false }, nil},
 
 		{"TTL", func(c *agent.Config) { c.CertTTL = time.Second }, []string{"--cert-ttl 1s", "at least 10s"}},
+		{"TTL too long", func(c *agent.Config) { c.CertTTL = 100 * 24 * time.Hour }, []string{"--cert-ttl 2400h0m0s", "at most 2160h0m0s"}},
 		{"no workers", func(c *agent.Config) { c.CertWorkers = 0 }, []string{"--cert-workers 0", "1 to"}},
 		{"linger", func(c *agent.Config) { c.CertLinger = -1 }, []string{"--cert-linger"}},
 

@@ -408,6 +408,29 @@ func TestRunRefuses(t *testing.T) {
 	}
 }
 
+// Whoever owns the run directory could put sockets of his own there, and answer for
+// the agent.
+func TestRunRefusesAnothersDirectory(t *testing.T) {
+	netnstest.Require(t)
+	const nobody = 65534
+	for _, dir := range []string{"", "private", "sds"} {
+		cfg := config(t)
+		cfg.Logger = slog.New(slog.DiscardHandler)
+		path := filepath.Join(cfg.RunDir, dir)
+		if err := os.MkdirAll(path, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Chown(path, nobody, nobody); err != nil {
+			t.Skipf("needs a second user: %v", err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		if err := agent.Run(ctx, cfg); err == nil || !strings.Contains(err.Error(), path+" exists and belongs to another user") {
+			t.Errorf("%s of another user: %v", path, err)
+		}
+	}
+}
+
 // A second agent on the same sockets does not take them from the first.
 func TestSecondAgent(t *testing.T) {
 	r := start(t, config(t))

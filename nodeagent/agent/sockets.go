@@ -11,6 +11,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"syscall"
 
 	"ambientd/nodeagent/unixsock"
 )
@@ -103,7 +104,8 @@ func makeDirs(cfg Config) error {
 }
 
 // makeDir makes a directory of the agent's own with exactly this mode, whatever
-// the umask, also if it exists from another time.
+// the umask, also if it exists from another time. It refuses another user's, who
+// could put other sockets in the place of ours.
 func makeDir(path string, mode fs.FileMode) error {
 	if err := os.Mkdir(path, mode); err != nil && !errors.Is(err, fs.ErrExist) {
 		return err
@@ -114,6 +116,9 @@ func makeDir(path string, mode fs.FileMode) error {
 	}
 	if !info.IsDir() {
 		return fmt.Errorf("%s exists and is no directory", path)
+	}
+	if owner, ok := info.Sys().(*syscall.Stat_t); !ok || int(owner.Uid) != os.Geteuid() {
+		return fmt.Errorf("%s exists and belongs to another user; remove it, or name another directory", path)
 	}
 	return os.Chmod(path, mode)
 }

@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"ambientd/certfetch"
+	"ambientd/certfetch/ca"
 	"ambientd/certfetch/spiffeid"
 	"ambientd/iptables/backend"
 	"ambientd/iptables/iptables"
@@ -178,8 +179,11 @@ func (c Config) Level() slog.Level {
 
 func (c Config) checkCertificates() error {
 	var errs []error
-	if c.CertTTL < certfetch.MinTTL {
+	switch {
+	case c.CertTTL < certfetch.MinTTL:
 		errs = append(errs, setting("cert-ttl", c.CertTTL, fmt.Errorf("must be at least %s", certfetch.MinTTL)))
+	case c.CertTTL > ca.MaxLeafTTL:
+		errs = append(errs, setting("cert-ttl", c.CertTTL, fmt.Errorf("the built-in CA grants at most %s", ca.MaxLeafTTL)))
 	}
 	if c.CertWorkers < 1 || c.CertWorkers > certfetch.MaxWorkers {
 		errs = append(errs, setting("cert-workers", c.CertWorkers, fmt.Errorf("must be 1 to %d", certfetch.MaxWorkers)))

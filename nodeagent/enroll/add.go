@@ -27,13 +27,15 @@ func (e *Enroller) add(ctx context.Context, req podevent.Request, netns *os.File
 	if err != nil {
 		return podevent.Reply{}, &StepError{Step: stepLookup, Err: err}
 	}
+	decision := e.cfg.Policy.Decide(pod)
+	e.endReplaced(ctx, req.Attachment(), pod, decision)
 	release, err := e.turns.take(ctx, pod.UID)
 	if err != nil {
 		return podevent.Reply{}, &StepError{Step: stepTurn, Err: err}
 	}
 	defer release()
 
-	if decision := e.cfg.Policy.Decide(pod); !decision.InMesh {
+	if !decision.InMesh {
 		e.skip(req, pod, decision.Reason, netns)
 		return podevent.Reply{Result: podevent.ResultSkipped, Reason: decision.Reason}, nil
 	}
@@ -45,6 +47,21 @@ func (e *Enroller) add(ctx context.Context, req podevent.Request, netns *os.File
 	e.cfg.Logger.Info("pod enrolled", "pod", pod.String(), "uid", pod.UID, "netns", p.netns.String(),
 		"identity", p.identity.String(), "families", p.families.String(), "took", time.Since(started).Round(time.Microsecond))
 	return podevent.Reply{Result: podevent.ResultEnrolled}, nil
+}
+
+// endReplaced ends what an attachment is recorded for, if the ADD at hand is about
+// to record it for another pod, or as outside the mesh. The DEL of it has never
+// come, and one that comes now is meant for the new one: without a record the pod
+// would stay enrolled for ever.
+func (e *Enroller) endReplaced(ctx context.Context, of podevent.Attachment, pod workload.Pod, decision workload.Decision) {
+	a, recorded := e.attachment(of)
+	if !recorded || a.uid == pod.UID && decision.InMesh {
+		return
+	}
+	if _, err := e.detach(ctx, of, a, nil); err != nil {
+		e.cfg.Logger.Warn("not everything could be taken back", "pod", a.namespace+"/"+a.name, "uid", a.uid,
+			"reason", "its attachment is added anew", "err", err)
+	}
 }
 
 // enrol puts the pod in the mesh through the netns of this attachment. The

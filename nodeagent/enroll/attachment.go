@@ -49,11 +49,14 @@ func (as attachments) forget(of podevent.Attachment) {
 	}
 }
 
-func (as attachments) forgetPod(uid string) {
+// forgetIn forgets the pod's attachments in the netns. What is recorded of older
+// sandboxes stays, for their own DELs.
+func (as attachments) forgetIn(uid string, netns podnetns.Key) {
 	for of := range as.ofPod[uid] {
-		delete(as.records, of)
+		if as.records[of].netns == netns {
+			as.forget(of)
+		}
 	}
-	delete(as.ofPod, uid)
 }
 
 // setSkipped notes for the pod's attachments in the netns why the pod is outside

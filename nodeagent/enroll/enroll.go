@@ -36,6 +36,11 @@ import (
 // undoTimeout bounds taking one part of an enrolment back.
 const undoTimeout = 3 * time.Second
 
+// maxApplying bounds how many enrolments write rules at once, which takes a process
+// each where that is done with iptables. All that an enrolment waits for besides
+// costs nothing.
+const maxApplying = 64
+
 // Pods finds a pod by what the runtime says of it. The UID may be empty: not
 // every runtime passes one.
 type Pods interface {
@@ -156,6 +161,8 @@ type Enroller struct {
 	wake    chan struct{} // holds a token when Run is to look again
 	changed chan struct{} // holds a token when the set of enrolled pods has changed
 
+	applying chan struct{} // a send takes one of maxApplying places
+
 	mu          sync.Mutex
 	pods        map[string]*enrolment   // by pod UID
 	places      map[string]place        // by pod UID, also of pods outside the mesh
@@ -190,6 +197,7 @@ func New(cfg Config) (*Enroller, error) {
 		pins:        cfg.Pins,
 		wake:        make(chan struct{}, 1),
 		changed:     make(chan struct{}, 1),
+		applying:    make(chan struct{}, maxApplying),
 		pods:        map[string]*enrolment{},
 		places:      map[string]place{},
 		withheld:    map[string]bool{},

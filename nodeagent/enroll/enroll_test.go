@@ -249,6 +249,19 @@ func TestOlderSandboxCleared(t *testing.T) {
 	r.assertRules(t, newer)
 }
 
+// TestOlderSandboxClearedLast: the same when the pod has left the mesh before.
+func TestOlderSandboxClearedLast(t *testing.T) {
+	r := newRig(t)
+	peer := r.proxy(t, nil)
+	pod, older := r.enrolled(t, "web", "web", "c1")
+	newer := netnstest.New(t)
+	want(t, r.add(t.Context(), pod, "c2", newer), podevent.ResultEnrolled)
+	want(t, r.del(t.Context(), pod, "c2", newer.File()), podevent.ResultWithdrawn)
+	want(t, r.del(t.Context(), pod, "c1", older.File()), podevent.ResultWithdrawn)
+	r.assertNothing(t, peer, pod, older)
+	r.assertNothing(t, peer, pod, newer)
+}
+
 // TestSecondInterface: a pod attached twice in one netns leaves with the last.
 func TestSecondInterface(t *testing.T) {
 	r := newRig(t)
@@ -286,6 +299,34 @@ func TestSecondInterfaceWithoutProxy(t *testing.T) {
 	want(t, r.Handle(t.Context(), request(podevent.CommandCheck, pod, "c1"), ns.File()), podevent.ResultOK)
 	want(t, r.del(t.Context(), pod, "c1", nil), podevent.ResultWithdrawn)
 	r.assertNothing(t, next, pod, ns)
+}
+
+// TestAttachmentAddedAnew: a container ID comes again without a DEL before, for
+// another pod, or for the same pod that has opted out meanwhile. What it stood for
+// before is no longer in the mesh: no DEL will ever name it.
+func TestAttachmentAddedAnew(t *testing.T) {
+	t.Run("another pod", func(t *testing.T) {
+		r := newRig(t)
+		peer := r.proxy(t, nil)
+		before, beforeNS := r.enrolled(t, "before", "before", "c1")
+		after, afterNS := r.enrolled(t, "after", "after", "c1")
+		r.assertNothing(t, peer, before, beforeNS)
+		r.assertRules(t, afterNS)
+		want(t, r.del(t.Context(), after, "c1", nil), podevent.ResultWithdrawn)
+		r.assertNothing(t, peer, after, afterNS)
+	})
+	t.Run("opted out", func(t *testing.T) {
+		r := newRig(t)
+		peer := r.proxy(t, nil)
+		pod, ns := r.enrolled(t, "web", "web", "c1")
+		pod.Labels = map[string]string{"istio.io/dataplane-mode": "none"}
+		r.pods.put(pod)
+		want(t, r.add(t.Context(), pod, "c1", ns), podevent.ResultSkipped)
+		r.assertNothing(t, peer, pod, ns)
+		if skipped := r.Skipped(); len(skipped) != 1 {
+			t.Errorf("status shows %+v as skipped, want the pod", skipped)
+		}
+	})
 }
 
 // TestDelEndsAdd: a DEL cancels the ADD of the same attachment and waits for

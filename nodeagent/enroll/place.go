@@ -101,8 +101,8 @@ func (e *Enroller) hasEnded(uid string, netns podnetns.Key) bool {
 // forgetPlace lets go of all that is known of a pod that does not run here any more.
 func (e *Enroller) forgetPlace(uid string) {
 	e.mu.Lock()
+	e.attachments.forgetIn(uid, e.places[uid].key)
 	delete(e.places, uid)
-	e.attachments.forgetPod(uid)
 	e.mu.Unlock()
 	e.remember(uid)
 }

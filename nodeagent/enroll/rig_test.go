@@ -270,7 +270,9 @@ func (r *rig) assertNothing(t *testing.T, peer *zdstest.Peer, pod workload.Pod, 
 		t.Errorf("%s is still served", identity)
 	}
 	if peer != nil {
-		must(t, peer.Await(t.Context(), func(s zdstest.State) bool { _, has := s.Pods[pod.UID]; return !has }))
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		defer cancel()
+		must(t, peer.Await(ctx, func(s zdstest.State) bool { _, has := s.Pods[pod.UID]; return !has }))
 	}
 }
 

@@ -166,6 +166,12 @@ func (e *Enroller) pin(uid string, ns *podnetns.Netns) error {
 }
 
 func (e *Enroller) redirect(ctx context.Context, p *enrolment, ns *podnetns.Netns) error {
+	select {
+	case e.applying <- struct{}{}:
+		defer func() { <-e.applying }()
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
 	families, err := e.cfg.Redirection.Apply(ctx, ns.Do, p.options)
 	if err != nil {
 		return err

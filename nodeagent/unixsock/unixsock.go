@@ -18,6 +18,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"sync"
 	"syscall"
 	"time"
 
@@ -29,7 +30,7 @@ var ErrInUse = errors.New("another process listens there")
 
 // lockWait bounds how long Listen waits for another process that is opening a socket in the same
 // directory, which takes microseconds.
-const lockWait = 2 * time.Second
+const lockWait = time.Second
 
 // probeTimeout bounds the connect that tells a living socket from a stale one.
 const probeTimeout = time.Second
@@ -45,14 +46,15 @@ const maxPath = 107
 // Accept returns [*net.UnixConn]s of peers with the uid 0 of the agent's own user namespace, and
 // closes and logs others. Close removes the file first.
 func Listen(network, path string, mode fs.FileMode, logger *slog.Logger) (net.Listener, error) {
-	listener, err := listen(network, path, mode.Perm())
+	logger = logger.With("socket", path)
+	listener, err := listen(network, path, mode.Perm(), logger)
 	if err != nil {
 		return nil, fmt.Errorf("listening at %s: %w", path, err)
 	}
-	return &rootOnly{listener: listener, logger: logger.With("socket", path)}, nil
+	return listener, nil
 }
 
-func listen(network, path string, mode fs.FileMode) (*net.UnixListener, error) {
+func listen(network, path string, mode fs.FileMode, logger *slog.Logger) (*rootOnly, error) {
 	if network != "unix" && network != "unixpacket" {
 		return nil, fmt.Errorf("network %q is neither unix nor unixpacket", network)
 	}
@@ -62,10 +64,15 @@ func listen(network, path string, mode fs.FileMode) (*net.UnixListener, error) {
 	// Two agents that start at the same moment could both find the same stale socket, and the slower
 	// one then remove what the faster one has just bound.
 	unlock, err := lockDir(filepath.Dir(path))
-	if err != nil {
+	switch {
+	case err == nil:
+		defer unlock()
+	case errors.Is(err, unix.EWOULDBLOCK):
+		// No agent takes that long, but everybody who may read the directory can keep the lock.
+		logger.Warn("another process keeps the directory locked; going on without the lock", "err", err)
+	default:
 		return nil, err
 	}
-	defer unlock()
 	if err := removeStale(path); err != nil {
 		return nil, err
 	}
@@ -77,7 +84,11 @@ func listen(network, path string, mode fs.FileMode) (*net.UnixListener, error) {
 	if err := os.Chmod(path, mode); err != nil {
 		return nil, errors.Join(err, listener.Close())
 	}
-	return listener, nil
+	file, err := os.Lstat(path)
+	if err != nil {
+		return nil, errors.Join(err, listener.Close())
+	}
+	return &rootOnly{listener: listener, file: file, logger: logger}, nil
 }
 
 // bind sets the mode on the socket before it has a name: the kernel creates the file with the mode
@@ -151,7 +162,9 @@ func removeStale(path string) error {
 // go around the check.
 type rootOnly struct {
 	listener *net.UnixListener
+	file     fs.FileInfo // the socket's, as it was made
 	logger   *slog.Logger
+	closing  sync.Once
 }
 
 // Accept waits for the next connection of a peer that may use the socket.
@@ -170,8 +183,15 @@ func (l *rootOnly) Accept() (net.Conn, error) {
 }
 
 // Close removes the file and then stops listening, in this order: as long as we listen no other
-// agent takes the path, so that the file removed is ours.
-func (l *rootOnly) Close() error { return l.listener.Close() }
+// agent takes the path. If the file was removed by others another agent may be there by now: its
+// file stays.
+func (l *rootOnly) Close() error {
+	l.closing.Do(func() {
+		now, err := os.Lstat(l.Addr().String())
+		l.listener.SetUnlinkOnClose(err == nil && os.SameFile(now, l.file))
+	})
+	return l.listener.Close()
+}
 
 // Addr is the socket's path.
 func (l *rootOnly) Addr() net.Addr { return l.listener.Addr() }

@@ -196,6 +196,55 @@ func TestOnlyOneOfMany(t *testing.T) {
 	}
 }
 
+// TestLockKeptByOthers: whoever may read the directory can lock it, and must not be able to keep the
+// agent from starting.
+func TestLockKeptByOthers(t *testing.T) {
+	dir := t.TempDir()
+	other, err := os.Open(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	if err := unix.Flock(int(other.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	var log lockedBuffer
+	listener, err := Listen("unix", filepath.Join(dir, "s"), 0o600, slog.New(slog.NewTextHandler(&log, nil)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	if !strings.Contains(log.String(), "keeps the directory locked") {
+		t.Errorf("log: %s", log.String())
+	}
+}
+
+// TestCloseLeavesAnothersSocket: the file was removed, another agent has taken the path.
+func TestCloseLeavesAnothersSocket(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s")
+	listen := func() net.Listener {
+		listener, err := Listen("unix", path, 0o600, slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return listener
+	}
+	first := listen()
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	second := listen()
+	defer second.Close()
+	if err := first.Close(); err != nil {
+		t.Fatal(err)
+	}
+	client, err := net.Dial("unix", path)
+	if err != nil {
+		t.Fatalf("the second one cannot be reached any more: %v", err)
+	}
+	defer client.Close()
+}
+
 func TestRefusals(t *testing.T) {
 	dir := t.TempDir()
 	file := filepath.Join(dir, "file")

@@ -22,7 +22,9 @@ type Config struct {
 	Logger *slog.Logger
 
 	// MaxConcurrent bounds the handlers that run at once in each of two groups: withdrawals (DEL) and
-	// everything else. Excess requests wait, within their deadline. Default 64.
+	// everything else. Excess requests wait, within their deadline. Default 512, more than a node has
+	// pods: while there is no node proxy every ADD of a pod of the mesh keeps its place for seconds, and
+	// pods outside the mesh must not wait behind them.
 	//
 	// DEL is apart because its plugin gives up after 900 ms, while an ADD may wait many seconds for a
 	// proxy: ADDs would otherwise keep out even the DEL that cancels them.
@@ -36,7 +38,8 @@ type Config struct {
 	WriteTimeout time.Duration
 	// AddTimeout bounds ADD; it is to be shorter than the plugin's own timeout. Default 15 s.
 	AddTimeout time.Duration
-	// DelTimeout bounds DEL. The plugin waits for 900 ms only, but the work goes on. Default 5 s.
+	// DelTimeout bounds DEL. The plugin waits for 900 ms only, but the work goes on. It is to be longer
+	// than an ADD takes with its undoing, which DEL may have to wait for: nobody says it again. Default 30 s.
 	DelTimeout time.Duration
 	// CheckTimeout bounds CHECK and GC. Default 15 s.
 	CheckTimeout time.Duration
@@ -59,7 +62,7 @@ func (c Config) withDefaults() (Config, error) {
 		{"ReadTimeout", &c.ReadTimeout, 2 * time.Second},
 		{"WriteTimeout", &c.WriteTimeout, 2 * time.Second},
 		{"AddTimeout", &c.AddTimeout, 15 * time.Second},
-		{"DelTimeout", &c.DelTimeout, 5 * time.Second},
+		{"DelTimeout", &c.DelTimeout, 30 * time.Second},
 		{"CheckTimeout", &c.CheckTimeout, 15 * time.Second},
 		{"StatusTimeout", &c.StatusTimeout, time.Second},
 		{"StopTimeout", &c.StopTimeout, 5 * time.Second},
@@ -76,7 +79,7 @@ func (c Config) withDefaults() (Config, error) {
 		value *int
 		deflt int
 	}{
-		{"MaxConcurrent", &c.MaxConcurrent, 64},
+		{"MaxConcurrent", &c.MaxConcurrent, 512},
 		{"MaxConnections", &c.MaxConnections, 1024},
 	} {
 		if *n.value < 0 {

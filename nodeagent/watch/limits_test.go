@@ -66,6 +66,29 @@ func TestConcurrency(t *testing.T) {
 	}
 }
 
+// TestPlacesForAWholeNode: as many pods as a node can have may wait for something, and the next one,
+// which may have nothing to wait for, is not kept waiting by them.
+func TestPlacesForAWholeNode(t *testing.T) {
+	const pods = 500
+	g := newGate()
+	g.entered = make(chan string, pods+1)
+	r := start(t, Config{Handler: g, AddTimeout: 5 * time.Second})
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer close(g.open)
+	for range pods + 1 {
+		wg.Go(func() { r.call(t, podevent.CommandAdd) })
+	}
+	deadline := time.After(10 * time.Second)
+	for i := range pods + 1 {
+		select {
+		case <-g.entered:
+		case <-deadline:
+			t.Fatalf("only %d of %d are at work", i, pods+1)
+		}
+	}
+}
+
 // TestDelPassesAdds: ADDs that wait for something hold up no withdrawal.
 func TestDelPassesAdds(t *testing.T) {
 	g := newGate()
@@ -311,8 +334,10 @@ func TestConfig(t *testing.T) {
 		switch {
 		case c.want == "" && err != nil:
 			t.Errorf("%s: %v", c.name, err)
-		case c.want == "" && (server.config.AddTimeout != 15*time.Second || cap(server.others) != 64):
+		case c.want == "" && (server.config.AddTimeout != 15*time.Second || cap(server.others) != 512):
 			t.Errorf("%s: defaults %+v", c.name, server.config)
+		case c.want == "" && server.config.DelTimeout < server.config.AddTimeout+10*time.Second:
+			t.Errorf("%s: a DEL gives up after %s, before an ADD of the same pod has ended", c.name, server.config.DelTimeout)
 		case c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want)):
 			t.Errorf("%s: error: %v, want one with %q", c.name, err, c.want)
 		}

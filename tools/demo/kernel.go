@@ -16,6 +16,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"ambientd/iptables/rawnetlink"
 	"ambientd/iptables/redirection"
 	"ambientd/tools/enclave"
 )
@@ -97,17 +98,35 @@ func (t *trace) readNFTables() error {
 	if err != nil {
 		return fmt.Errorf("listing chains: %w", err)
 	}
+	if t.PacketRules, err = countRules(); err != nil {
+		return fmt.Errorf("listing rules: %w", err)
+	}
 	for _, chain := range chains {
-		rules, err := conn.GetRules(chain.Table, chain)
-		if err != nil {
-			return fmt.Errorf("listing rules: %w", err)
-		}
-		t.PacketRules += len(rules)
 		if chain.Table.Name == redirection.NFTablesTable || ourIPTablesChain(chain.Name) {
 			t.Chains = append(t.Chains, chain.Table.Name+" "+chain.Name)
 		}
 	}
 	return nil
+}
+
+// countRules counts the rules of all tables. The library cannot read those of ours: it takes the direction of a
+// connection's address for a number of four bytes.
+func countRules() (int, error) {
+	sockets, err := rawnetlink.New().Open(func(fn func() error) error { return fn() }, unix.NETLINK_NETFILTER)
+	if err != nil {
+		return 0, err
+	}
+	defer sockets[0].Close()
+	rest, err := sockets[0].Dump(rawnetlink.AppendMessage(nil, rawnetlink.Message{
+		Type: unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETRULE, Flags: unix.NLM_F_REQUEST | unix.NLM_F_DUMP,
+		Payload: []byte{unix.NFPROTO_UNSPEC, unix.NFNETLINK_V0, 0, 0},
+	}))
+	count := 0
+	for err == nil && len(rest) > 0 {
+		_, rest, err = rawnetlink.Next(rest)
+		count++
+	}
+	return count, err
 }
 
 func familyName(f nftables.TableFamily) string {

@@ -13,7 +13,9 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
+	"time"
 
+	goyaml "go.yaml.in/yaml/v2"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -27,6 +29,9 @@ import (
 
 // maxFileBytes bounds one manifest file. A pod's object in etcd is limited to 1.5 MiB.
 const maxFileBytes = 2 << 20
+
+// readTimeout bounds the wait for content that is not there yet.
+const readTimeout = 500 * time.Millisecond
 
 // maxUIDBytes bounds a UID; a UUID has 36. It has to fit into one message of the
 // node proxy's protocol, together with everything else.
@@ -73,6 +78,10 @@ func readBounded(path string) (content []byte, err error) {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
+	// What can be waited for (a pipe, /proc/kmsg) is not waited for long; real files have no deadlines.
+	if err := f.SetReadDeadline(time.Now().Add(readTimeout)); err != nil && !errors.Is(err, os.ErrNoDeadline) {
+		return nil, err
+	}
 	content, err = io.ReadAll(io.LimitReader(f, maxFileBytes+1))
 	if err != nil {
 		return nil, err
@@ -103,6 +112,9 @@ func decode(content []byte) (objects, error) {
 
 // add decodes one document.
 func (o *objects) add(document []byte) error {
+	if err := checkAliases(document); err != nil {
+		return err
+	}
 	asJSON, err := yaml.YAMLToJSONStrict(document)
 	if err != nil {
 		return err
@@ -121,6 +133,44 @@ func (o *objects) add(document []byte) error {
 		return o.addNamespace(asJSON)
 	}
 	return fmt.Errorf("kind %q of apiVersion %q: only Pod and Namespace of v1 are read", kind.Kind, kind.APIVersion)
+}
+
+// checkAliases refuses a document that is larger than a file may be once its aliases
+// are written out, as they are in JSON. The YAML library bounds how many values
+// they make, and not how long those are: 1.5 MB would become 30 GB.
+func checkAliases(document []byte) error {
+	if !bytes.ContainsRune(document, '*') {
+		return nil
+	}
+	var value any // in which all copies of a text share its memory
+	if err := goyaml.Unmarshal(document, &value); err != nil {
+		return err
+	}
+	if room(maxFileBytes, value) < 0 {
+		return fmt.Errorf("larger than %d bytes when its aliases are written out", maxFileBytes)
+	}
+	return nil
+}
+
+// room is what is left of so many bytes after value, or less than zero.
+func room(left int, value any) int {
+	switch v := value.(type) {
+	case string:
+		return left - len(v)
+	case []any:
+		for _, item := range v {
+			if left = room(left-1, item); left < 0 {
+				break
+			}
+		}
+	case map[any]any:
+		for key, item := range v {
+			if left = room(room(left-1, key), item); left < 0 {
+				break
+			}
+		}
+	}
+	return left
 }
 
 func (o *objects) addPod(asJSON []byte) error {

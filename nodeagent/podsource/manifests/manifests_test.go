@@ -320,6 +320,23 @@ func TestRecreatedUnderTheSameName(t *testing.T) {
 	wantError(t, err, manifests.ErrUIDMismatch)
 }
 
+// copies is the inside of a YAML mapping with so many values that are all the same.
+func copies(value string, n int) string {
+	var text strings.Builder
+	for i := range n {
+		fmt.Fprintf(&text, "k%d: %s, ", i, value)
+	}
+	return text.String()
+}
+
+func TestAliases(t *testing.T) {
+	d := newDirectory(t)
+	d.put("a.yaml", "apiVersion: v1\nkind: Pod\nmetadata: {name: a, namespace: shop, labels: &l {k: v}, annotations: *l}\n")
+	if got := lookup(t, d.open(), "a", ""); got.Annotations["k"] != "v" {
+		t.Errorf("annotations %v, want those of the alias", got.Annotations)
+	}
+}
+
 func TestUnreadableFiles(t *testing.T) {
 	good := pod("a", "")
 	for _, test := range []struct {
@@ -343,6 +360,7 @@ func TestUnreadableFiles(t *testing.T) {
 		{"UID with a space", strings.Replace(good, "name: a", "name: a, uid: a b", 1), []string{"UID", "a b"}},
 		{"UID too long", strings.Replace(good, "name: a", "name: a, uid: "+strings.Repeat("u", 129), 1), []string{"UID", "128"}},
 		{"too large", good + strings.Repeat("#", 2<<20), []string{"larger than"}},
+		{"too large with its aliases", good + "spec: {nodeName: &long " + strings.Repeat("x", 1000) + ", nodeSelector: {" + copies("*long", 3000) + "}}", []string{"larger than", "aliases"}},
 		{"separator", "--- x\n" + good, []string{"separator"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -380,6 +398,20 @@ func TestUnreadableEntries(t *testing.T) {
 		if !strings.Contains(lines, want) {
 			t.Errorf("nothing about %s in\n%s", want, lines)
 		}
+	}
+}
+
+// However many files cannot be read, the error about a pod stays readable.
+func TestManyUnreadableFiles(t *testing.T) {
+	d := newDirectory(t)
+	d.logs = make(chan string, 1000)
+	for i := range 500 {
+		d.put(fmt.Sprintf("bad%03d.yaml", i), "kind: [Pod")
+	}
+	_, err := d.open().Lookup(t.Context(), "shop", "a", "")
+	wantError(t, err, manifests.ErrNotFound, "bad000.yaml", "495 more")
+	if n := len(err.Error()); n > 2000 {
+		t.Errorf("the error has %d bytes", n)
 	}
 }
 

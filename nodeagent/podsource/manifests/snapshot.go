@@ -148,13 +148,19 @@ func (s *snapshot) report(f *file, text string) {
 	s.problems = append(s.problems, problem{file: f.name, stamp: f.stamp, text: text})
 }
 
-// unreadable names the files that say nothing, with the cause, or is "".
+// maxNamed is how many files an error names.
+const maxNamed = 5
+
+// unreadable names the first files that say nothing, with the cause, or is "".
 func (s *snapshot) unreadable() string {
 	var texts []string
 	for _, p := range s.problems {
 		if s.files[p.file].err != nil {
 			texts = append(texts, fmt.Sprintf("%s (%s)", p.file, p.text))
 		}
+	}
+	if more := len(texts) - maxNamed; more > 0 {
+		return fmt.Sprintf("%s and %d more, see the log", strings.Join(texts[:maxNamed], ", "), more)
 	}
 	return strings.Join(texts, ", ")
 }

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/fsnotify/fsnotify"
+	"golang.org/x/sync/singleflight"
 
 	"ambientd/nodeagent/workload"
 )
@@ -48,7 +49,8 @@ type Config struct {
 type Source struct {
 	cfg Config
 
-	reading sync.Mutex // held while the directory is read
+	reading sync.Mutex         // held while the directory is read
+	shared  singleflight.Group // of the Lookups that wait for a reading
 	current atomic.Pointer[reading]
 	changed chan struct{} // holds a token when a reading differed from the one before
 }
@@ -158,10 +160,7 @@ func (s *Source) Lookup(ctx context.Context, namespace, name, uid string) (workl
 		if r.began.After(began) { // it cannot get any newer
 			return s.settle(r, e, found, podName{namespace, name}, uid)
 		}
-		if err := ctx.Err(); err != nil {
-			return workload.Pod{}, fmt.Errorf("looking for pod %s/%s: %w", namespace, name, err)
-		}
-		if err := s.reload(began); err != nil {
+		if err := s.await(ctx); err != nil {
 			return workload.Pod{}, fmt.Errorf("looking for pod %s/%s: %w", namespace, name, err)
 		}
 	}
@@ -182,6 +181,21 @@ func (s *Source) List() (pods []workload.Pod, complete bool) {
 // Changed receives after the directory's content has changed, once for any number
 // of changes. It is meant for one receiver.
 func (s *Source) Changed() <-chan struct{} { return s.changed }
+
+// await returns when somebody has read the directory, or at the end of ctx: a file
+// system that hangs costs one goroutine, and nobody waits for it for ever.
+func (s *Source) await(ctx context.Context) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	read := s.shared.DoChan("", func() (any, error) { return nil, s.reload(time.Now()) })
+	select {
+	case r := <-read:
+		return r.Err
+	case <-ctx.Done():
+		return fmt.Errorf("reading the manifest directory %s: %w", s.cfg.Dir, ctx.Err())
+	}
+}
 
 // settle answers from a reading that was begun after the question.
 func (s *Source) settle(r *reading, e entry, found bool, name podName, uid string) (workload.Pod, error) {

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package manifests
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// What is a pipe by the time it is opened, with a writer who says nothing, stands
+// for every file that can be waited for, such as a link to /proc/kmsg.
+func TestReadingNeverWaits(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "pipe.yaml")
+	if err := unix.Mkfifo(path, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	writer, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer writer.Close()
+	read := make(chan error, 1)
+	go func() {
+		_, err := readFile(path)
+		read <- err
+	}()
+	select {
+	case err := <-read:
+		if !errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Errorf("error %v, want that it took too long", err)
+		}
+	case <-time.After(20 * readTimeout):
+		t.Error("still reading")
+	}
+}
+
+// While the directory cannot be read, because its file system hangs, a Lookup ends
+// with its context.
+func TestLookupEndsWithItsContext(t *testing.T) {
+	s, err := New(Config{Dir: t.TempDir(), Logger: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.reading.Lock()
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	looked := make(chan error, 1)
+	go func() {
+		_, err := s.Lookup(ctx, "shop", "web", "")
+		looked <- err
+	}()
+	select {
+	case err = <-looked:
+	case <-time.After(10 * time.Second):
+		t.Error("still looking")
+	}
+	s.reading.Unlock()
+	if !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("error %v, want the context's", err)
+	}
+	if _, err := s.Lookup(t.Context(), "shop", "web", ""); !errors.Is(err, ErrNotFound) {
+		t.Errorf("error %v, want ErrNotFound once the directory can be read", err)
+	}
+}
