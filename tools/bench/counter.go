@@ -71,10 +71,10 @@ func newCounter(dir string) (*counter, error) {
 	if err != nil {
 		return nil, fmt.Errorf("finding this program: %w", err)
 	}
-	c := &counter{dir: filepath.Join(dir, "counted"), marks: filepath.Join(dir, "children")}
-	if err := os.Mkdir(c.dir, 0o755); err != nil {
+	if dir, err = os.MkdirTemp(dir, "counted-"); err != nil {
 		return nil, fmt.Errorf("making a directory for counting: %w", err)
 	}
+	c := &counter{dir: dir, marks: filepath.Join(dir, "marks")}
 	for _, program := range countedPrograms() {
 		// What is not installed must go on missing.
 		if _, err := exec.LookPath(program); errors.Is(err, exec.ErrNotFound) {
@@ -87,11 +87,18 @@ func newCounter(dir string) (*counter, error) {
 	return c, nil
 }
 
+// env is the environment of a process whose children are to be counted.
+func (c *counter) env() []string {
+	path := os.Getenv("PATH")
+	return []string{countEnv + "=" + c.marks, realPathEnv + "=" + path, "PATH=" + c.dir + ":" + path}
+}
+
 // backend returns an iptables backend whose children are counted. PATH is ours only
 // while it looks for its programs.
 func (c *counter) backend(ctx context.Context) (_ *iptables.Backend, err error) {
 	path := os.Getenv("PATH")
-	for name, value := range map[string]string{countEnv: c.marks, realPathEnv: path, "PATH": c.dir + ":" + path} {
+	for _, setting := range c.env() {
+		name, value, _ := strings.Cut(setting, "=")
 		if err := os.Setenv(name, value); err != nil {
 			return nil, fmt.Errorf("setting %s: %w", name, err)
 		}

@@ -13,10 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
-	"golang.org/x/sys/unix"
 
 	"ambientd/cni-plugin/podevent"
-	"ambientd/nodeagent/zds/zdstest"
 	"ambientd/tools/enclave"
 )
 
@@ -35,8 +33,6 @@ const (
 	// growthLimit is what a hundred times the pods may do to the latency.
 	growthLimit = 1.2
 
-	zdsSocket    = "/var/run/ztunnel/ztunnel.sock"
-	startTimeout = 30 * time.Second
 	// callTimeout bounds one event; it is more than the agent's own limit of an ADD.
 	callTimeout = 20 * time.Second
 )
@@ -49,27 +45,20 @@ func (b *bench) enrolment(ctx context.Context) error {
 	if err := writeManifests(manifests, b.cfg.pods); err != nil {
 		return err
 	}
-	agent, err := b.startAgent(ctx, manifests)
+	node, err := b.startNode(ctx, agentCommand{redirection: "nftables", manifests: manifests})
 	if err != nil {
 		return err
 	}
-	peer, err := zdstest.Dial(ctx, zdsSocket, zdstest.AckAll)
-	if err != nil {
-		return errors.Join(err, agent.Stop())
-	}
-	if err := peer.AwaitReady(ctx); err != nil {
-		return errors.Join(err, peer.Close(), agent.Stop())
-	}
-	m := &enrolmentMeasure{agent: agent}
+	m := &enrolmentMeasure{agent: node.agent}
 	if err := m.run(ctx, b.cfg.pods); err != nil {
-		return errors.Join(err, fmt.Errorf("the agent's log ends with:\n%s", agent.Log().Tail(10)), peer.Close(), agent.Stop())
+		return errors.Join(err, fmt.Errorf("the agent's log ends with:\n%s", node.agent.Log().Tail(10)), node.stop())
 	}
 	b.addEnrolment(m)
-	return errors.Join(peer.Close(), agent.Stop())
+	return node.stop()
 }
 
 func (b *bench) addEnrolment(m *enrolmentMeasure) {
-	r := b.yardstick.median()
+	r := b.r.median()
 	b.rows = append(b.rows,
 		duration(fmt.Sprintf("ambientd: enrolment, %d at once: its CPU for each", atOnce), m.few.cpu, yardstickName, r, cpuLimit, "R/20"),
 		duration("ambientd: the same with an identity that is new to it: its CPU for each", m.fresh.cpu, yardstickName, r, 0, ""),
@@ -77,24 +66,6 @@ func (b *bench) addEnrolment(m *enrolmentMeasure) {
 		duration(fmt.Sprintf("ambientd: latency with %d pods enrolled", fewPods), m.few.latency, yardstickName, r, 0, ""),
 		duration(fmt.Sprintf("ambientd: latency with %d pods enrolled", b.cfg.pods), m.many.latency,
 			fmt.Sprintf("%d pods", fewPods), m.few.latency.median(), growthLimit, "1.2 × 10 pods"))
-}
-
-// startAgent starts ambientd and waits until it is ready.
-func (b *bench) startAgent(ctx context.Context, manifests string) (*enclave.Process, error) {
-	agent, err := b.starter.Start(enclave.Command{
-		Name: "ambientd", Path: filepath.Join(b.cfg.bin, "ambientd"), LogFile: filepath.Join(b.dir, "ambientd.log"),
-		Args: []string{"run", "--pods-from=manifests=" + manifests, "--node-name=bench", "--redirection=nftables", "--log-format=json"},
-	})
-	if err != nil {
-		return nil, err
-	}
-	ctx, cancel := context.WithTimeout(ctx, startTimeout)
-	defer cancel()
-	ready := func(l enclave.Line) bool { return l.Field("msg") == "ready" }
-	if _, err := agent.Log().Await(ctx, 0, ready); err != nil {
-		return nil, errors.Join(fmt.Errorf("waiting for ambientd to be ready: %w; its log ends with:\n%s", err, agent.Log().Tail(10)), agent.Stop())
-	}
-	return agent, nil
 }
 
 // sample is what enrolments cost.
@@ -152,7 +123,7 @@ func (m *enrolmentMeasure) run(ctx context.Context, pods int) error {
 // batch enrols pods, atOnce at a time, adds what that cost to the sample, and
 // withdraws them again.
 func (m *enrolmentMeasure) batch(ctx context.Context, into *sample, sandboxes []sandbox) error {
-	before, err := m.idle(ctx)
+	before, err := idle(ctx, m.agent)
 	if err != nil {
 		return err
 	}
@@ -160,7 +131,7 @@ func (m *enrolmentMeasure) batch(ctx context.Context, into *sample, sandboxes []
 	if err != nil {
 		return err
 	}
-	after, err := m.idle(ctx)
+	after, err := idle(ctx, m.agent)
 	if err != nil {
 		return err
 	}
@@ -170,30 +141,6 @@ func (m *enrolmentMeasure) batch(ctx context.Context, into *sample, sandboxes []
 	into.cpu.add((after - before) / time.Duration(len(sandboxes)))
 	_, err = callAll(ctx, podevent.CommandDel, sandboxes)
 	return err
-}
-
-// idle waits until the agent has nothing to do any more, such as closing the sockets of
-// earlier removals, and returns its CPU time.
-func (m *enrolmentMeasure) idle(ctx context.Context) (time.Duration, error) {
-	const (
-		look  = 50 * time.Millisecond
-		quiet = time.Millisecond // of CPU between two looks: timers of the runtime
-	)
-	last, err := cpuTime(m.agent.Pid())
-	for err == nil {
-		select {
-		case <-time.After(look):
-		case <-ctx.Done():
-			return 0, ctx.Err()
-		}
-		var now time.Duration
-		now, err = cpuTime(m.agent.Pid())
-		if err == nil && now-last < quiet {
-			return now, nil
-		}
-		last = now
-	}
-	return 0, err
 }
 
 // make makes sandboxes for the pods of a kind, numbers from to less than to.
@@ -273,18 +220,4 @@ func (s sandbox) call(ctx context.Context, command string) error {
 		return fmt.Errorf("%s of pod %s: %s: %s", command, s.pod, reply.Result, reply.Reason)
 	}
 	return nil
-}
-
-// cpuTime returns the CPU time that a process has used so far, ended threads included,
-// to the nanosecond: /proc counts in hundredths of a second.
-func cpuTime(pid int) (time.Duration, error) {
-	// The clock of a process (clock_getcpuclockid(3)): the complement of its ID, and
-	// CPUCLOCK_SCHED in the lowest bits.
-	const cpuClockSched = 2
-	clock := int32(^pid)<<3 | cpuClockSched
-	var t unix.Timespec
-	if err := unix.ClockGettime(clock, &t); err != nil {
-		return 0, fmt.Errorf("reading the CPU time of process %d: %w", pid, err)
-	}
-	return time.Duration(t.Nano()), nil
 }

@@ -18,6 +18,8 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 
 	"ambientd/tools/enclave"
 )
@@ -29,7 +31,12 @@ type config struct {
 	results string // directory for the JSON; empty: none is written
 	rounds  int    // of what is measured in turns
 	pods    int    // enrolled in the larger of two node sizes
+	parts   []string
+	crowd   crowdSize // that runs before the agent knows of it
 }
+
+// partNames are what can be left out. The rules cannot: everything is compared with them.
+func partNames() []string { return []string{"plugin", "enrolment", "running"} }
 
 func main() {
 	if base := filepath.Base(os.Args[0]); isCounted(base) {
@@ -63,7 +70,7 @@ func run(ctx context.Context, args []string) (int, error) {
 
 // parse reads the command line.
 func parse(args []string, help io.Writer) (config, error) {
-	var cfg config
+	cfg := config{crowd: fullCrowd()}
 	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
 	flags.SetOutput(help)
 	flags.StringVar(&cfg.bin, "bin", "bin", "directory of ambientd and ambient-cni")
@@ -71,8 +78,17 @@ func parse(args []string, help io.Writer) (config, error) {
 	flags.StringVar(&cfg.results, "results", "", "directory to write <date>.json to; none if empty")
 	flags.IntVar(&cfg.rounds, "rounds", 40, "how often each thing is measured")
 	flags.IntVar(&cfg.pods, "pods", 1000, "pods on the larger of the two nodes that are compared")
+	parts := flags.String("parts", strings.Join(partNames(), ","), "what to measure besides rules; results are written only of all")
 	if err := flags.Parse(args); err != nil {
 		return cfg, err
+	}
+	for part := range strings.SplitSeq(*parts, ",") {
+		if part != "" && !slices.Contains(partNames(), part) {
+			return cfg, fmt.Errorf("--parts names %q, want some of %s", part, strings.Join(partNames(), ", "))
+		}
+		if !slices.Contains(cfg.parts, part) {
+			cfg.parts = append(cfg.parts, part)
+		}
 	}
 	switch {
 	case flags.NArg() > 0:
@@ -104,17 +120,24 @@ func measure(ctx context.Context, cfg config, dir string, out, progress io.Write
 	}
 	b := &bench{cfg: cfg, dir: dir, progress: progress, starter: starter}
 	var failed error
-	for _, part := range []func(context.Context) error{b.rules, b.plugin, b.enrolment} {
-		if failed = part(ctx); failed != nil {
+	for _, part := range []struct {
+		name    string
+		measure func(context.Context) error
+	}{{"rules", b.rules}, {"plugin", b.plugin}, {"enrolment", b.enrolment}, {"running", b.running}} {
+		if part.name != "rules" && !slices.Contains(cfg.parts, part.name) {
+			continue
+		}
+		if failed = part.measure(ctx); failed != nil {
 			break
 		}
 	}
+	failed = errors.Join(failed, b.close())
 	// What was measured before a failure is still worth reading, but not worth keeping.
 	res := newResults(b)
 	if err := errors.Join(failed, res.print(out)); err != nil {
 		return false, err
 	}
-	if cfg.results != "" {
+	if cfg.results != "" && len(cfg.parts) == len(partNames()) {
 		path, err := res.write(cfg.results)
 		if err != nil {
 			return false, err
@@ -131,8 +154,19 @@ type bench struct {
 	progress io.Writer
 	starter  *enclave.Starter
 
-	yardstick figure // R
+	yardstick *yardstick
+	r         figure // R
 	rows      []row
+}
+
+func (b *bench) sampleR(ctx context.Context) error { return b.yardstick.sample(ctx, &b.r) }
+
+// close takes away what parts have left to each other.
+func (b *bench) close() error {
+	if b.yardstick == nil {
+		return nil
+	}
+	return b.yardstick.discard()
 }
 
 func (b *bench) say(format string, args ...any) {

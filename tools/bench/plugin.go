@@ -70,7 +70,7 @@ func (b *bench) plugin(ctx context.Context) error {
 	}
 	const mib = 1 << 20
 	b.rows = append(b.rows,
-		duration("a plugin of the CNI skeleton that does nothing, ADD process", noop, yardstickName, b.yardstick.median(), 0, ""),
+		duration("a plugin of the CNI skeleton that does nothing, ADD process", noop, yardstickName, b.r.median(), 0, ""),
 		duration("ambient-cni: ADD process, agent answering at once", ours, "noop", noop.median(), pluginLimit, "1.4 × noop"),
 		amount("ambient-cni: binary", float64(info.Size())/mib, "MiB", maxPluginSize/mib, "5 MiB"))
 	return nil

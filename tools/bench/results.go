@@ -56,7 +56,7 @@ type row struct {
 	Ratio   float64 `json:"ratio,omitempty"`
 	Against string  `json:"against,omitempty"`
 	// Limit is what Ratio, or without a reference Value, may be at most; LimitText is how
-	// it is agreed. 0: the row only informs.
+	// it is agreed. Without a text the row only informs.
 	Limit     float64 `json:"limit,omitempty"`
 	LimitText string  `json:"limitText,omitempty"`
 	Pass      bool    `json:"pass"`
@@ -85,6 +85,11 @@ func amount(name string, value float64, unit string, limit float64, limitText st
 	return row{Name: name, Value: value, Unit: unit, Limit: limit, LimitText: limitText, Pass: limit == 0 || value <= limit}
 }
 
+// none makes a row of a number that must be 0.
+func none(name string, value int) row {
+	return row{Name: name, Value: float64(value), LimitText: "none", Pass: value == 0}
+}
+
 func micros(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1000 }
 
 // machine is where the figures were measured.
@@ -108,7 +113,7 @@ type results struct {
 func newResults(b *bench) results {
 	res := results{
 		Time: time.Now().UTC().Truncate(time.Second), Machine: thisMachine(), Rows: b.rows, Pass: len(b.rows) > 0,
-		Yardstick: duration("two iptables-nft-restore runs (v4, v6)", b.yardstick, "", 0, 0, ""),
+		Yardstick: duration("two iptables-nft-restore runs (v4, v6)", b.r, "", 0, 0, ""),
 	}
 	for _, r := range b.rows {
 		res.Pass = res.Pass && r.Pass
@@ -148,7 +153,7 @@ func (res results) print(out io.Writer) error {
 		case r.Ratio > 0:
 			ratio = fmt.Sprintf("%.2f × %s", r.Ratio, r.Against)
 		}
-		if r.Limit > 0 {
+		if r.LimitText != "" {
 			verdict = "ok"
 			if !r.Pass {
 				verdict = "MISSED"
