@@ -4,7 +4,6 @@ package packettest_test
 
 import (
 	"errors"
-	"io"
 	"net"
 	"testing"
 
@@ -54,9 +53,9 @@ func TestRunningPod(t *testing.T) {
 					t.Errorf("%d of %d new connections were relayed", relayed, len(newer))
 				}
 				if opts.KeepEstablished {
-					endInOrder(t, older)
+					endAll(t, older)
 				}
-				endInOrder(t, newer)
+				endAll(t, newer)
 			})
 		})
 	}
@@ -80,14 +79,10 @@ func (m *mesh) dialAll() map[direction]*net.TCPConn {
 	return all
 }
 
-func endInOrder(t *testing.T, connections map[direction]*net.TCPConn) {
+func endAll(t *testing.T, connections map[direction]*net.TCPConn) {
 	t.Helper()
 	for d, c := range connections {
-		err := c.CloseWrite()
-		if err == nil {
-			_, err = io.Copy(io.Discard, c)
-		}
-		if err != nil {
+		if err := endInOrder(c); err != nil {
 			t.Errorf("ending the connection %s: %v", d, err)
 		}
 	}

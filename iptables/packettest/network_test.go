@@ -31,7 +31,7 @@ const (
 )
 
 // patience bounds the waiting for a packet that should arrive at once.
-const patience = 10 * time.Second
+const patience = 20 * time.Second
 
 // place is an address by its meaning; [network.addr] resolves it for a family.
 type place string

@@ -220,7 +220,22 @@ func keepBusy(ctx context.Context, c *net.TCPConn) error {
 			return err
 		}
 	}
-	return exchange(c, message)
+	if err := exchange(c, message); err != nil {
+		return err
+	}
+	return endInOrder(c)
+}
+
+// endInOrder ends a connection and waits for the other side to do so, too: what is
+// still on its way when the rules go loses its translation.
+func endInOrder(c *net.TCPConn) error {
+	if err := c.CloseWrite(); err != nil {
+		return err
+	}
+	if rest, err := io.Copy(io.Discard, c); err != nil || rest > 0 {
+		return fmt.Errorf("after the end %d bytes came: %w", rest, err)
+	}
+	return nil
 }
 
 // one opens a connection, uses it and ends it in order.
@@ -234,13 +249,7 @@ func (tr *traffic) one(d direction) error {
 	if err := exchange(c, []byte("hello")); err != nil {
 		return err
 	}
-	if err := c.CloseWrite(); err != nil {
-		return err
-	}
-	if rest, err := io.Copy(io.Discard, c); err != nil || rest > 0 {
-		return fmt.Errorf("after the end %d bytes came: %w", rest, err)
-	}
-	return nil
+	return endInOrder(c)
 }
 
 // await waits until so many connections more have been served.
