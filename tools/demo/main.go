@@ -21,7 +21,10 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 
+	"ambientd/iptables/backend"
 	"ambientd/tools/enclave"
 )
 
@@ -34,43 +37,59 @@ type config struct {
 }
 
 func main() {
-	code, err := run(context.Background(), os.Args[1:])
-	if err != nil && !errors.Is(err, flag.ErrHelp) {
-		fmt.Fprintf(os.Stderr, "demo: %v\n", err)
-		code = 1
-	}
-	os.Exit(code)
+	os.Exit(run(context.Background(), os.Args[1:], os.Stdout, os.Stderr))
 }
 
-// run does what the arguments say and returns the exit code.
-func run(ctx context.Context, args []string) (int, error) {
-	if len(args) > 0 && args[0] == podCommand {
-		return 0, runInPod(ctx, args[1:], os.Stdout)
+// run does what the arguments say and returns the exit code: 0, 1 for an error or a
+// check that did not pass, 2 for a command line that cannot be understood.
+func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
+	code, err := command(ctx, args, stdout, stderr)
+	if err == nil || errors.Is(err, flag.ErrHelp) {
+		return code
 	}
-	cfg, err := parse(args, os.Stderr)
+	fmt.Fprintf(stderr, "demo: %v\n", err)
+	return max(code, 1)
+}
+
+func command(ctx context.Context, args []string, stdout, stderr io.Writer) (code int, err error) {
+	if len(args) > 0 && args[0] == podCommand {
+		return 0, runInPod(ctx, args[1:], stdout)
+	}
+	cfg, err := parse(args, stdout)
+	if errors.Is(err, flag.ErrHelp) {
+		return 0, err
+	}
 	if err != nil {
 		return 2, err
 	}
-	return enclave.Run(ctx, os.Stderr, func(ctx context.Context, dir string) int {
-		return play(ctx, cfg, dir, os.Stdout, os.Stderr)
+	return enclave.Run(ctx, stderr, func(ctx context.Context, dir string) int {
+		return play(ctx, cfg, dir, stdout, stderr)
 	})
 }
 
-// parse reads the command line.
+// parse reads the command line. On --help it prints help and returns flag.ErrHelp.
 func parse(args []string, help io.Writer) (config, error) {
 	var cfg config
 	flags := flag.NewFlagSet("demo", flag.ContinueOnError)
-	flags.SetOutput(help)
+	flags.SetOutput(io.Discard) // errors are returned, help is printed below
 	flags.StringVar(&cfg.bin, "bin", "bin", "directory of ambientd, ambient-cni and devproxy")
 	flags.StringVar(&cfg.cniBin, "cni-bin", "", "directory of the reference plugins bridge, host-local and loopback (required)")
 	flags.StringVar(&cfg.redirection, "redirection", "auto", "auto, nftables or iptables")
 	flags.BoolVar(&cfg.json, "json", false, "print one JSON object instead of a line for each check")
 	flags.BoolVar(&cfg.hold, "hold", false, "keep everything running after the checks, and say how to look inside")
 	if err := flags.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			flags.SetOutput(help)
+			fmt.Fprintln(help, "Usage: make demo ARGS=\"FLAGS\"; make itself gives --bin and --cni-bin")
+			flags.PrintDefaults()
+		}
 		return cfg, err
 	}
 	if flags.NArg() > 0 {
 		return cfg, fmt.Errorf("unknown argument %q", flags.Arg(0))
+	}
+	if modes := []string{backend.Auto, backend.NFTables, backend.IPTables}; !slices.Contains(modes, cfg.redirection) {
+		return cfg, fmt.Errorf("--redirection=%s is not supported; supported: %s", cfg.redirection, strings.Join(modes, ", "))
 	}
 	if cfg.cniBin == "" {
 		return cfg, errors.New("--cni-bin is missing: `make demo` gives it")
@@ -97,16 +116,17 @@ func parse(args []string, help io.Writer) (config, error) {
 func play(ctx context.Context, cfg config, dir string, out, progress io.Writer) int {
 	rep := &report{out: out, progress: progress, json: cfg.json}
 	st, err := setUp(ctx, cfg, dir, progress)
-	if err != nil {
-		rep.abort(fmt.Errorf("setting the scene: %w", err))
-	} else {
-		for _, c := range checks {
-			rep.run(ctx, c, st)
-		}
+	switch {
+	case err != nil && ctx.Err() != nil:
+		rep.abort(errInterrupted, checks)
+	case err != nil:
+		rep.abort(fmt.Errorf("setting the scene: %w", err), checks)
+	default:
+		rep.run(ctx, checks, st)
 	}
 	ok := rep.finish()
 	if cfg.hold && st != nil && ctx.Err() == nil {
-		if err := hold(ctx, st, progress); err != nil {
+		if err := hold(ctx, st, progress); err != nil && ctx.Err() == nil {
 			fmt.Fprintf(progress, "demo: holding: %v\n", err)
 			ok = false
 		}
@@ -121,31 +141,4 @@ func play(ctx context.Context, cfg config, dir string, out, progress io.Writer) 
 		return 1
 	}
 	return 0
-}
-
-// hold makes the pods of the scene again, says how to look at them, and waits for
-// the end of ctx.
-func hold(ctx context.Context, st *stage, out io.Writer) error {
-	if err := st.populate(ctx); err != nil {
-		return err
-	}
-	self := os.Getpid()
-	fmt.Fprintf(out, `
-demo: everything goes on running; end it with ^C. To look inside, in another terminal:
-  enter the namespaces    nsenter --preserve-credentials -t %[1]d -U -m -n
-and there:
-  what is enrolled        %[2]s/ambientd status
-  logs                    tail -f %[3]s %[4]s
-`, self, st.cfg.bin, st.path("ambientd.log"), st.path("devproxy.log"))
-	for _, p := range []*pod{st.client, st.server, st.outside, st.optedOut} {
-		fmt.Fprintf(out, "  rules of %-14s nsenter --net=%s nft list ruleset\n", p, p.netns.Path())
-	}
-	exe, err := os.Executable()
-	if err != nil {
-		return fmt.Errorf("finding this program: %w", err)
-	}
-	fmt.Fprintf(out, "  a request               nsenter --net=%s %s %s client --to=%s --word=hello\n",
-		st.client.netns.Path(), exe, podCommand, st.server.endpoint(st.server.ips[0]))
-	<-ctx.Done()
-	return nil
 }

@@ -5,7 +5,6 @@ package main
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -53,6 +52,8 @@ func TestParse(t *testing.T) {
 		{args: []string{"--bin=" + dir, "--cni-bin=" + dir, "--json", "--hold", "--redirection=iptables"}},
 		{args: []string{"--bin=" + dir}, want: "--cni-bin is missing"},
 		{args: []string{"--bin=" + dir, "--cni-bin=" + t.TempDir()}, want: "bridge"},
+		{args: []string{"--bin=" + dir, "--cni-bin=" + dir, "--redirection=nftables"}},
+		{args: []string{"--redirection=foo"}, want: "--redirection=foo is not supported; supported: auto, nftables, iptables"},
 		{args: []string{"--bin=" + dir, "--cni-bin=" + dir, "again"}, want: `"again"`},
 		{args: []string{"--fast"}, want: "-fast"},
 	} {
@@ -63,59 +64,27 @@ func TestParse(t *testing.T) {
 	}
 }
 
-func TestReport(t *testing.T) {
-	promises := []check{
-		{"kept", func(context.Context, *stage) (string, error) { return "seen", nil }},
-		{"broken", func(context.Context, *stage) (string, error) { return "", errors.New("seen something else") }},
-	}
-	run := func(r *report, promises []check) bool {
-		for _, c := range promises {
-			r.run(t.Context(), c, nil)
+func TestCommandLine(t *testing.T) {
+	for _, c := range []struct {
+		args           []string
+		code           int
+		stdout, stderr string // parts of it; empty: nothing is printed
+	}{
+		{args: []string{"--help"}, stdout: "-redirection"},
+		{args: []string{"-h", "--bin=/nowhere"}, stdout: "-hold"},
+		{args: []string{"--redirection=foo"}, code: 2, stderr: "demo: --redirection=foo is not supported"},
+		{args: []string{"--fast"}, code: 2, stderr: "demo: flag provided but not defined: -fast\n"},
+	} {
+		var stdout, stderr bytes.Buffer
+		if code := run(t.Context(), c.args, &stdout, &stderr); code != c.code {
+			t.Errorf("%v: exit code %d, want %d", c.args, code, c.code)
 		}
-		return r.finish()
-	}
-
-	var out, progress bytes.Buffer
-	if run(&report{out: &out, progress: &progress, json: true}, promises) {
-		t.Error("a broken promise is reported as success")
-	}
-	var got struct {
-		Checks []result
-		OK     *bool
-	}
-	decoder := json.NewDecoder(&out)
-	decoder.DisallowUnknownFields()
-	if err := decoder.Decode(&got); err != nil || decoder.More() {
-		t.Fatalf("standard output is not one JSON object: %v", err)
-	}
-	if got.OK == nil || *got.OK || len(got.Checks) != 2 || !got.Checks[0].OK || got.Checks[0].Detail != "seen" ||
-		got.Checks[1].OK || got.Checks[1].Detail != "seen something else" {
-		t.Errorf("got %+v", got)
-	}
-
-	out.Reset()
-	if !run(&report{out: &out, progress: &progress}, promises[:1]) {
-		t.Error("kept promises are reported as failure")
-	}
-	if lines := strings.Split(strings.TrimSpace(out.String()), "\n"); len(lines) != 2 || !strings.HasPrefix(lines[0], "ok     kept ") || lines[1] != "1 of 1 checks passed" {
-		t.Errorf("got %q", lines)
-	}
-}
-
-func TestAbortReportsEveryCheck(t *testing.T) {
-	var out, progress bytes.Buffer
-	r := &report{out: &out, progress: &progress}
-	r.abort(errors.New("no agent"))
-	if r.finish() {
-		t.Error("an abort is reported as success")
-	}
-	for _, c := range checks {
-		if !strings.Contains(out.String(), c.name) {
-			t.Errorf("check %s is missing in:\n%s", c.name, out.String())
+		if got := stdout.String(); !strings.Contains(got, c.stdout) || (got == "") != (c.stdout == "") {
+			t.Errorf("%v: standard output is %q", c.args, got)
 		}
-	}
-	if strings.Count(out.String(), "no agent") != len(checks) {
-		t.Errorf("the reason is missing in:\n%s", out.String())
+		if got := stderr.String(); !strings.Contains(got, c.stderr) || (got == "") != (c.stderr == "") {
+			t.Errorf("%v: standard error is %q", c.args, got)
+		}
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"ambientd/nodeagent/admin"
@@ -106,14 +107,14 @@ func (st *stage) startProxy(ctx context.Context) error {
 		return err == nil && len(status.Proxies) == 1 && status.Proxies[0].Ready, err
 	})
 	if err != nil {
-		return fmt.Errorf("waiting for the agent to see the proxy: %w; devproxy's log:\n%s", err, st.proxy.Log().Tail(20))
+		return fmt.Errorf("waiting for the agent to see the proxy: %w; devproxy's log:\n%s", err, strings.TrimSpace(st.proxy.Log().Tail(20)))
 	}
 	st.say("redirection by %s: %s", status.Redirection.Backend, status.Redirection.Reason)
 	return nil
 }
 
 // start starts one of our programs, and waits for its log to have the message
-// awaited, if any.
+// awaited, if any. What does not get there is ended again.
 func (st *stage) start(ctx context.Context, program, awaited string, args ...string) (*enclave.Process, error) {
 	p, err := st.starter.Start(enclave.Command{
 		Name: program, Path: filepath.Join(st.cfg.bin, program), Args: args, LogFile: st.path(program + ".log"),
@@ -124,7 +125,10 @@ func (st *stage) start(ctx context.Context, program, awaited string, args ...str
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
 	if _, err := p.Log().Await(ctx, 0, withMessage(awaited)); err != nil {
-		return p, fmt.Errorf("waiting for %s to be %s: %w; its log:\n%s", program, awaited, err, p.Log().Tail(20))
+		if ended := p.Stop(); ended != nil {
+			err = fmt.Errorf("%w (%w)", err, ended)
+		}
+		return nil, fmt.Errorf("waiting for %s to be %s: %w; its log:\n%s", program, awaited, err, strings.TrimSpace(p.Log().Tail(20)))
 	}
 	return p, nil
 }

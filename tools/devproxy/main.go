@@ -18,6 +18,7 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
+	"runtime/debug"
 	"strings"
 	"syscall"
 	"time"
@@ -34,6 +35,9 @@ import (
 	"ambientd/tools/devproxy/svid"
 	"ambientd/tools/devproxy/zdsclient"
 )
+
+// version is set by the linker: -ldflags "-X main.version=v1.2.3".
+var version string
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
@@ -103,6 +107,8 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	if err != nil {
 		return fmt.Errorf("--trust-domain: %w", err)
 	}
+	log.Info("starting", "version", buildVersion(), "trust_domain", cfg.trustDomain,
+		"zds_socket", cfg.zdsSocket, "sds_socket", cfg.sdsSocket, "admin_socket", cfg.adminSocket)
 	sds, err := dialSDS(cfg.sdsSocket)
 	if err != nil {
 		return err
@@ -132,6 +138,17 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	group.Go(func() error { return store.Run(ctx) })
 	group.Go(func() error { return zds.Run(ctx) })
 	return group.Wait()
+}
+
+// buildVersion is what the linker was told, or else what the Go tool recorded.
+func buildVersion() string {
+	if version != "" {
+		return version
+	}
+	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
+		return info.Main.Version
+	}
+	return "unknown"
 }
 
 func newLogger(format string, w io.Writer) (*slog.Logger, error) {

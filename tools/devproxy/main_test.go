@@ -279,3 +279,28 @@ func TestFlags(t *testing.T) {
 		t.Error("--help is not told apart from a run")
 	}
 }
+
+// Without an agent the log says what runs, and what it waits for.
+func TestStartWithoutAnAgent(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	dir := t.TempDir()
+	log := newLogLines()
+	running, stop := context.WithCancel(ctx)
+	done := make(chan error, 1)
+	go func() {
+		done <- run(running, []string{
+			"--zds-socket", dir + "/zds.sock", "--sds-socket", dir + "/sds.sock", "--admin-socket", dir + "/admin.sock", "--log-format", "json",
+		}, log)
+	}()
+	start := log.await(ctx, t, "starting", "zds_socket", dir+"/zds.sock", "sds_socket", dir+"/sds.sock", "admin_socket", dir+"/admin.sock", "trust_domain", "cluster.local")
+	if start["version"] == "" {
+		t.Errorf("the version is missing in %v", start)
+	}
+	log.await(ctx, t, "waiting for the agent", "socket", dir+"/zds.sock", "err", "no such file")
+	log.await(ctx, t, "waiting for secrets", "resource", "ROOTCA", "err", dir+"/sds.sock")
+	stop()
+	if err := <-done; err != nil {
+		t.Errorf("run = %v", err)
+	}
+}

@@ -9,4 +9,9 @@
 // service account, a UID) and for nothing else. It refuses to write, to read
 // below the directory, and to guess: a file that it cannot read wholly says
 // nothing, while all others stay in use.
+//
+// Of documents for the same pod, the same namespace, or the same UID, the one in
+// the file whose name sorts first counts, and within a file the first, whichever
+// was written last. The others are ignored, which is logged for each; what else is
+// in their files stays in use.
 package manifests

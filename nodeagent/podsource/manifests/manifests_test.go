@@ -372,7 +372,7 @@ func TestUnreadableFiles(t *testing.T) {
 			_, err := s.Lookup(t.Context(), "shop", "a", "")
 			wantError(t, err, manifests.ErrNotFound, "bad.yaml")
 			lines := d.logged()
-			if len(lines) != 1 || !containsAll(lines[0], append(test.want, filepath.Join(d.path, "bad.yaml"))) {
+			if len(lines) != 1 || !containsAll(lines[0], append(test.want, "manifest is not in use", filepath.Join(d.path, "bad.yaml"))) {
 				t.Errorf("logged %q; want one line with %q", lines, test.want)
 			}
 		})
@@ -444,7 +444,7 @@ func TestUnreadableFileIsLoggedOncePerChange(t *testing.T) {
 
 func TestDuplicates(t *testing.T) {
 	d := newDirectory(t)
-	d.put("b.yaml", pod("a", "from: b"))
+	d.put("b.yaml", pod("a", "from: b")+"---\n"+pod("b", ""))
 	d.put("a.yaml", pod("a", "from: a"))
 	d.put("c.yaml", pod("c", "from: c")+"---\n"+pod("c", "from: second"))
 	d.put("n1.yaml", shopNamespace)
@@ -458,14 +458,15 @@ func TestDuplicates(t *testing.T) {
 	if c := lookup(t, s, "c", ""); c.Labels["from"] != "c" {
 		t.Errorf("got %+v; want the first document's", c)
 	}
+	lookup(t, s, "b", "") // beside the document that is ignored
 	_, err := s.Lookup(t.Context(), "shop", "thief", "")
 	wantError(t, err, manifests.ErrNotFound)
 	lines := d.logged()
 	for i, want := range [][]string{
-		{"b.yaml", "pod shop/a", "a.yaml has it too"},
-		{"c.yaml", "pod shop/c", "c.yaml has it too"},
-		{"n2.yaml", "namespace shop", "n1.yaml has it too"},
-		{"uid.yaml", "pod shop/thief", "pod shop/a has the same UID"},
+		{"document is ignored", "/b.yaml", "pod shop/a: a.yaml has it too"},
+		{"document is ignored", "/c.yaml", "pod shop/c: c.yaml has it too"},
+		{"document is ignored", "/n2.yaml", "namespace shop: n1.yaml has it too"},
+		{"document is ignored", "/uid.yaml", "pod shop/thief: pod shop/a has the same UID"},
 	} {
 		if i >= len(lines) || !containsAll(lines[i], want) {
 			t.Fatalf("logged %q; want %q in line %d", lines, want, i+1)

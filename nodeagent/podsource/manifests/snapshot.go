@@ -111,7 +111,7 @@ func (s *snapshot) index(files []*file) {
 		}
 		for _, ns := range f.objects.namespaces {
 			if first, taken := namespaceFiles[ns.name]; taken {
-				s.report(f, fmt.Sprintf("namespace %s is ignored here: %s has it too", ns.name, first.name))
+				s.report(f, fmt.Sprintf("namespace %s: %s has it too", ns.name, first.name))
 				continue
 			}
 			namespaceFiles[ns.name] = f
@@ -123,11 +123,11 @@ func (s *snapshot) index(files []*file) {
 		for _, pod := range f.objects.pods {
 			name := podName{pod.Namespace, pod.Name}
 			if first, taken := s.pods[name]; taken {
-				s.report(f, fmt.Sprintf("pod %s is ignored here: %s has it too", pod, first.files[0].name))
+				s.report(f, fmt.Sprintf("pod %s: %s has it too", pod, first.files[0].name))
 				continue
 			}
 			if first, taken := byUID[pod.UID]; taken {
-				s.report(f, fmt.Sprintf("pod %s is ignored: pod %s has the same UID %s", pod, s.pods[first].pod, pod.UID))
+				s.report(f, fmt.Sprintf("pod %s: pod %s has the same UID %s", pod, s.pods[first].pod, pod.UID))
 				continue
 			}
 			byUID[pod.UID] = name

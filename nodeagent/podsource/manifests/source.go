@@ -236,8 +236,19 @@ func (s *Source) reload(since time.Time) error {
 	}
 	for _, p := range next.snapshot.problems {
 		if !slices.Contains(last.snapshot.problems, p) {
-			s.cfg.Logger.Warn("manifest is not in use", "file", filepath.Join(s.cfg.Dir, p.file), "err", p.text)
+			s.logProblem(next.snapshot, p)
 		}
 	}
 	return next.err
+}
+
+// logProblem tells a file that says nothing from one of which a document does not
+// count, while its others do.
+func (s *Source) logProblem(of *snapshot, p problem) {
+	path := filepath.Join(s.cfg.Dir, p.file)
+	if of.files[p.file].err != nil {
+		s.cfg.Logger.Warn("manifest is not in use", "file", path, "err", p.text)
+		return
+	}
+	s.cfg.Logger.Warn("document is ignored", "file", path, "reason", p.text)
 }

@@ -50,7 +50,13 @@ func (f *follower) run(ctx context.Context) {
 		if answered {
 			backoff = minBackoff
 		}
-		if answered || err.Error() != logged { // the same again says nothing new
+		switch away := status.Code(err) == codes.Unavailable; {
+		case away && !answered && logged == "":
+			f.log.Info("waiting for secrets", "resource", f.name, "err", err)
+			logged = err.Error()
+		case away && !answered:
+			// That the agent is away, or its stream's end before that, has been told.
+		case answered || err.Error() != logged: // the same again says nothing new
 			f.log.Warn("secret stream ended", "resource", f.name, "err", err)
 			logged = err.Error()
 		}

@@ -66,29 +66,42 @@ type Client struct {
 // New returns a Client that Run connects.
 func New(cfg Config) *Client { return &Client{cfg: cfg} }
 
-// Run keeps a stream open until ctx ends, and then returns nil.
+// errAway wraps what connecting failed with: no stream has begun.
+var errAway = errors.New("connecting to the agent")
+
+// Run keeps a stream open until ctx ends, and then returns nil. It logs what
+// changes: an attempt that ends as the one before did says nothing new.
 func (c *Client) Run(ctx context.Context) error {
 	backoff := minBackoff
-	for ctx.Err() == nil {
-		if c.serve(ctx) {
+	logged := ""
+	for {
+		ready, err := c.stream(ctx)
+		if ctx.Err() != nil {
+			return nil
+		}
+		if ready {
 			backoff = minBackoff
+		}
+		if ready || err.Error() != logged {
+			c.logEnd(err)
+			logged = err.Error()
 		}
 		select {
 		case <-time.After(backoff/2 + rand.N(backoff)):
 		case <-ctx.Done():
+			return nil
 		}
 		backoff = min(2*backoff, maxBackoff)
 	}
-	return nil
 }
 
-// serve is stream, and logs why it ended.
-func (c *Client) serve(ctx context.Context) (ready bool) {
-	ready, err := c.stream(ctx)
-	if ctx.Err() == nil {
-		c.cfg.Logger.Warn("ZDS stream ended", "err", err)
+// logEnd logs why there is no stream.
+func (c *Client) logEnd(err error) {
+	if errors.Is(err, errAway) {
+		c.cfg.Logger.Info("waiting for the agent", "socket", c.cfg.Socket, "err", err)
+		return
 	}
-	return ready
+	c.cfg.Logger.Warn("ZDS stream ended", "err", err)
 }
 
 // stream serves one connection to its end, which is always an error. ready says
@@ -96,7 +109,7 @@ func (c *Client) serve(ctx context.Context) (ready bool) {
 func (c *Client) stream(ctx context.Context) (ready bool, err error) {
 	dialed, err := new(net.Dialer).DialContext(ctx, "unixpacket", c.cfg.Socket)
 	if err != nil {
-		return false, fmt.Errorf("connecting to the agent: %w", err)
+		return false, fmt.Errorf("%w: %w", errAway, err)
 	}
 	conn := dialed.(*net.UnixConn)
 	defer conn.Close()

@@ -104,9 +104,15 @@ func listen(t *testing.T, path string) *net.UnixListener {
 // run runs the client until the test ends.
 func run(t *testing.T, path string, h zdsclient.Handler) {
 	t.Helper()
+	runLogged(t, path, h, slog.New(slog.DiscardHandler))
+}
+
+// runLogged is run with a log.
+func runLogged(t *testing.T, path string, h zdsclient.Handler, log *slog.Logger) {
+	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
-	c := zdsclient.New(zdsclient.Config{Socket: path, Handler: h, Logger: slog.New(slog.DiscardHandler)})
+	c := zdsclient.New(zdsclient.Config{Socket: path, Handler: h, Logger: log})
 	go func() { done <- c.Run(ctx) }()
 	t.Cleanup(func() {
 		cancel()
