@@ -6,18 +6,23 @@ import (
 	"bufio"
 	"context"
 	"errors"
+	"fmt"
 	"io"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/rogpeppe/go-internal/testscript"
+	"golang.org/x/sys/unix"
 
 	"ambientd/cni-plugin/podevent"
+	"ambientd/nodeagent/zds/zdstest"
 	"ambientd/tools/netnstest"
 )
 
@@ -34,19 +39,35 @@ type inNamespaces struct{ m *testing.M }
 func (n inNamespaces) Run() int { return netnstest.Main(n.m) }
 
 // TestScripts runs the real main as far as it needs no privilege.
-func TestScripts(t *testing.T) { runScripts(t, "testdata/script") }
+func TestScripts(t *testing.T) { runScripts(t, scripts(t, "testdata/script")...) }
 
-// TestAgentScripts runs whole agents.
+// TestAgentScripts runs whole agents, one after the other: each takes the host's rule for
+// its own.
 func TestAgentScripts(t *testing.T) {
 	netnstest.Require(t)
-	runScripts(t, "testdata/agent")
+	for _, script := range scripts(t, "testdata/agent") {
+		t.Run(filepath.Base(script), func(t *testing.T) { runScripts(t, script) })
+	}
 }
 
-func runScripts(t *testing.T, dir string) {
+func scripts(t *testing.T, dir string) []string {
+	t.Helper()
+	files, err := filepath.Glob(filepath.Join(dir, "*.txtar"))
+	if err != nil || len(files) == 0 {
+		t.Fatalf("no scripts in %s (%v)", dir, err)
+	}
+	return files
+}
+
+func runScripts(t *testing.T, files ...string) {
 	t.Helper()
 	testscript.Run(t, testscript.Params{
-		Dir:  dir,
-		Cmds: map[string]func(*testscript.TestScript, bool, []string){"start-agent": startAgent},
+		Files: files,
+		Cmds: map[string]func(*testscript.TestScript, bool, []string){
+			"start-agent": startAgent,
+			"start-proxy": startProxy,
+			"add-pod":     func(ts *testscript.TestScript, neg bool, args []string) { addPod(t, ts, neg, args) },
+		},
 		Setup: func(env *testscript.Env) error {
 			// A socket's path has room for 107 bytes, which $WORK may fill.
 			run, err := os.MkdirTemp("", "ambientd")
@@ -128,6 +149,7 @@ func startAgent(ts *testscript.TestScript, neg bool, args []string) {
 		if err := errors.Join(err, readErr, cmd.Wait()); err != nil {
 			ts.Fatalf("the agent did not end cleanly: %v\n%s", err, rest)
 		}
+		ts.Logf("agent, from then on:\n%s", rest)
 	})
 	for {
 		line, err := lines.ReadString('\n')
@@ -150,4 +172,50 @@ func lookPath(path string) (string, error) {
 		}
 	}
 	return "", errors.New("no ambientd in PATH")
+}
+
+// startProxy is the script command "start-proxy SOCKET": a node proxy that acks
+// everything connects, until the script ends.
+func startProxy(ts *testscript.TestScript, neg bool, args []string) {
+	if neg || len(args) != 1 {
+		ts.Fatalf("usage: start-proxy SOCKET")
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	peer, err := zdstest.Dial(ctx, args[0], zdstest.AckAll)
+	ts.Check(err)
+	ts.Defer(func() { peer.Close() })
+	ts.Check(peer.AwaitReady(ctx))
+}
+
+// addPod is the script command "add-pod RUNDIR NAMESPACE NAME NUMBER": it makes a sandbox
+// that is connected to the host, its netns at /run/netns/NAME, and sends what the plugin
+// would. NUMBER makes its address, 10.1.NUMBER.2.
+func addPod(t *testing.T, ts *testscript.TestScript, neg bool, args []string) {
+	if neg || len(args) != 4 {
+		ts.Fatalf("usage: add-pod RUNDIR NAMESPACE NAME NUMBER")
+	}
+	runDir, namespace, name := args[0], args[1], args[2]
+	number, err := strconv.ParseUint(args[3], 10, 8)
+	ts.Check(err)
+	ns, path := netnstest.New(t), filepath.Join("/run/netns", name)
+	gateway, ip := netip.AddrFrom4([4]byte{10, 1, byte(number), 1}), netip.AddrFrom4([4]byte{10, 1, byte(number), 2})
+	netnstest.Connect(t,
+		netnstest.Port{NS: netnstest.Self(t), Name: "veth" + args[3], Addrs: []netip.Prefix{netip.PrefixFrom(gateway, 24)}},
+		netnstest.Port{NS: ns, Name: "eth0", Addrs: []netip.Prefix{netip.PrefixFrom(ip, 24)}, Gateways: []netip.Addr{gateway}})
+	ts.Check(os.MkdirAll("/run/netns", 0o755))
+	ts.Check(os.WriteFile(path, nil, 0o600))
+	ts.Check(unix.Mount(fmt.Sprintf("/proc/self/fd/%d", ns.File().Fd()), path, "", unix.MS_BIND, ""))
+	ts.Defer(func() { ts.Check(errors.Join(unix.Unmount(path, unix.MNT_DETACH), os.Remove(path))) })
+
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	reply, err := podevent.Call(ctx, filepath.Join(runDir, "private", "cni.sock"), podevent.Request{
+		Command: podevent.CommandAdd, Network: "net", ContainerID: "sandbox-of-" + name, IfName: "eth0", NetnsPath: path,
+		Pod: podevent.Pod{Namespace: namespace, Name: name}, IPs: []netip.Addr{ip},
+	}, ns.File())
+	ts.Check(err)
+	if reply.Error != nil {
+		ts.Fatalf("ADD: %v", reply.Error)
+	}
 }

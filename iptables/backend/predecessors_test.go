@@ -287,15 +287,15 @@ func hidePrograms(t *testing.T) {
 	t.Helper()
 	t.Setenv("PATH", t.TempDir())
 	for _, dir := range []string{"/usr/sbin", "/sbin"} {
-		real, err := filepath.EvalSymlinks(dir)
+		target, err := filepath.EvalSymlinks(dir)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := unix.Mount("tmpfs", real, "tmpfs", 0, ""); err != nil {
+		if err := unix.Mount("tmpfs", target, "tmpfs", 0, ""); err != nil {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() {
-			if err := unix.Unmount(real, unix.MNT_DETACH); err != nil {
+			if err := unix.Unmount(target, unix.MNT_DETACH); err != nil {
 				t.Error(err)
 			}
 		})

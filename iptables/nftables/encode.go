@@ -10,7 +10,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"ambientd/iptables/rawnetlink"
-	"ambientd/iptables/redirection"
 )
 
 // batch is an nfnetlink transaction, ready to be sent to any network namespace.
@@ -37,8 +36,9 @@ type change struct {
 }
 
 // assemble makes a transaction of changes. Only the last one asks for an acknowledgement: all others would have to be
-// read, and a message that fails is reported without asking. The first message asks for its echo, for which the kernel
-// tells the generation that the transaction made (nf_tables_gen_notify, net/netfilter/nf_tables_api.c).
+// read, and a message that fails is reported without asking. The first one asks for its echo, and is all that the kernel
+// looks at when it decides whether to tell the generation that the transaction made (nf_tables_gen_notify,
+// net/netfilter/nf_tables_api.c).
 func assemble(changes []change) *batch { return assembleWith(nil, changes) }
 
 // assembleAt makes a transaction that the kernel refuses with ERESTART unless it is the next one after that generation.
@@ -66,8 +66,11 @@ func assembleWith(conditions []rawnetlink.Attribute, changes []change) *batch {
 	for _, a := range conditions {
 		begin = rawnetlink.AppendAttribute(begin, a)
 	}
-	add(rawnetlink.Message{Type: unix.NFNL_MSG_BATCH_BEGIN, Flags: unix.NLM_F_ECHO, Payload: begin}, "beginning a transaction")
-	for _, c := range changes {
+	add(rawnetlink.Message{Type: unix.NFNL_MSG_BATCH_BEGIN, Payload: begin}, "beginning a transaction")
+	for i, c := range changes {
+		if i == 0 {
+			c.flags |= unix.NLM_F_ECHO
+		}
 		add(rawnetlink.Message{Type: messageType(c.message), Flags: c.flags, Payload: c.payload}, c.what)
 	}
 	add(rawnetlink.Message{Type: unix.NFNL_MSG_BATCH_END, Payload: frame}, "committing the transaction")
@@ -76,18 +79,6 @@ func assembleWith(conditions []rawnetlink.Attribute, changes []change) *batch {
 
 // messageType returns the type of an nf_tables message: the subsystem in the upper byte (linux/netfilter/nfnetlink.h).
 func messageType(message uint16) uint16 { return unix.NFNL_SUBSYS_NFTABLES<<8 | message }
-
-// encodeReplacement encodes the transaction after which our table holds exactly the chains given, whatever it held before.
-func encodeReplacement(chains []chainLines) (*batch, error) {
-	added, err := addChains(redirection.NFTablesTable, chains)
-	return assemble(slices.Concat(replaceTable(redirection.NFTablesTable), added)), err
-}
-
-// encodeCreation encodes the transaction that makes our table where there is none. With a table, it fails with EEXIST.
-func encodeCreation(chains []chainLines) (*batch, error) {
-	added, err := addChains(redirection.NFTablesTable, chains)
-	return assemble(slices.Concat([]change{addTable(redirection.NFTablesTable, unix.NLM_F_EXCL)}, added)), err
-}
 
 // encodeRemoval encodes the transaction that deletes a table. Without the table, it fails with ENOENT.
 func encodeRemoval(table string) *batch { return assemble([]change{deleteTable(table)}) }

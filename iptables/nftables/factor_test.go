@@ -130,7 +130,7 @@ func TestShorteningKeepsTheMeaning(t *testing.T) {
 					rendered = c.lines
 				}
 			}
-			for range 20_000 {
+			for range 5_000 {
 				p := randomPacket(random)
 				if want, got := fate(p, rulesIn(plain)), fate(p, rulesIn(rendered)); got != want {
 					t.Fatalf("%s, %s: %+v: the rows say %q, their rendering %q", name, chain, p, want, got)

@@ -68,26 +68,38 @@ type sightings struct {
 	seen map[uint64]sighting // by netns cookie
 }
 
+// sighting is what a namespace held at a generation.
 type sighting struct {
 	generation uint32
 	set        *ruleSet
+	handles    handles // of its rules; nil if they are not known
 }
 
-// record notes that the namespace held the rule set at that generation.
-func (s *sightings) record(cookie uint64, generation uint32, set *ruleSet) {
+// handles are the kernel's numbers for the rules of a table, by the name of their chain.
+type handles map[string][]uint64
+
+// record notes what the namespace held.
+func (s *sightings) record(cookie uint64, seen sighting) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if len(s.seen) >= maxSightings || s.seen == nil {
 		s.seen = map[uint64]sighting{} // each one forgotten costs one full comparison
 	}
-	s.seen[cookie] = sighting{generation: generation, set: set}
+	s.seen[cookie] = seen
+}
+
+// last returns what is known of the namespace, if anything is.
+func (s *sightings) last(cookie uint64) (sighting, bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	seen, known := s.seen[cookie]
+	return seen, known
 }
 
 // holds reports whether the namespace is known to have held the rule set at that generation.
 func (s *sightings) holds(cookie uint64, generation uint32, set *ruleSet) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.seen[cookie] == sighting{generation: generation, set: set}
+	seen, known := s.last(cookie)
+	return known && seen.generation == generation && seen.set == set
 }
 
 // forget drops what is known of the namespace.
@@ -95,4 +107,20 @@ func (s *sightings) forget(cookie uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.seen, cookie)
+}
+
+// generationOf returns the generation that a transaction made, from what it echoed; 0, which no generation is, if it does
+// not say.
+func generationOf(answers []byte) uint32 {
+	for len(answers) > 0 {
+		m, rest, err := rawnetlink.Next(answers)
+		if err != nil {
+			return 0
+		}
+		if m.Type == messageType(unix.NFT_MSG_NEWGEN) && len(m.Payload) >= nfgenHeader {
+			return bigEndian(lookup(m.Payload[nfgenHeader:], unix.NFTA_GEN_ID))
+		}
+		answers = rest
+	}
+	return 0
 }

@@ -16,13 +16,14 @@
 //
 // The table is replaced in one transaction: packets see the old rules or the new ones. Policy rule and route are added
 // before it, harmless while no rule sets their mark, and taken back if the transaction fails; on removal they go after
-// the table.
+// the table. Only where a namespace is not known yet both happen at the same time: no proxy serves it then.
 package nftables
 
 import (
 	"context"
 	"errors"
 	"fmt"
+	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 
@@ -38,48 +39,13 @@ type Backend struct {
 	removal *batch
 	rules   cache
 	seen    sightings
+	counts  atomic.Bool // a kernel has been seen to count rules as [ruleSet.initial] says
 	host    hostSocket
 }
 
 // New returns a ready backend. It does not look at the kernel.
 func New() (*Backend, error) {
 	return &Backend{sockets: rawnetlink.New(), removal: encodeRemoval(redirection.NFTablesTable)}, nil
-}
-
-// Apply makes redirection in the namespace that run enters exactly what the options call for, whatever was there of ours
-// before, and returns the families that it covers: those allowed that the namespace has. Applying again changes nothing
-// for packets. On an error the packet rules are as they were, and what was added of policy rule and route is taken back.
-func (b *Backend) Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, error) {
-	if err := opts.Validate(); err != nil {
-		return 0, fmt.Errorf("redirection options: %w", err)
-	}
-	if err := ctx.Err(); err != nil {
-		return 0, err
-	}
-	var families redirection.Families
-	err := b.within(run, func(c *conn) error {
-		state, err := c.route.Read()
-		if err != nil {
-			return err
-		}
-		families = state.Families(opts.Allowed())
-		set, err := b.rules.get(opts, families)
-		if err != nil {
-			return err
-		}
-		undo, err := c.route.Apply(state, families)
-		if err != nil {
-			return err
-		}
-		if err := b.install(c, set); err != nil {
-			return errors.Join(err, undo.Undo())
-		}
-		return nil
-	})
-	if err != nil {
-		return 0, fmt.Errorf("applying redirection (nftables): %w", err)
-	}
-	return families, nil
 }
 
 // Verify compares what the kernel has in the namespace that run enters with what the options call for, without writing.
@@ -162,29 +128,6 @@ func removePolicyRouting(route *policyroute.Conn) error {
 	return route.Remove(state)
 }
 
-// install makes the namespace hold the rule set, unless it is known to.
-func (b *Backend) install(c *conn, set *ruleSet) error {
-	before, err := readStatus(c.packet, redirection.NFTablesTable)
-	if err != nil {
-		return err
-	}
-	if b.seen.holds(c.cookie, before.generation, set) {
-		return nil
-	}
-	if err := set.install(c.packet, before); err != nil {
-		return err
-	}
-	if set.good.Load() == nil {
-		// No kernel has been seen yet to make of these messages what they are meant to say: let Verify look.
-		return nil
-	}
-	// The rules are in place. Without an answer here, or with more than our own transaction in between, Verify will look.
-	if after, err := readStatus(c.packet, redirection.NFTablesTable); err == nil && after.generation == before.generation+1 {
-		b.seen.record(c.cookie, after.generation, set)
-	}
-	return nil
-}
-
 // compare returns in what the namespace's packet rules differ from the rule set.
 func (b *Backend) compare(c *conn, set *ruleSet) ([]redirection.Difference, error) {
 	before, err := readStatus(c.packet, redirection.NFTablesTable)
@@ -194,7 +137,7 @@ func (b *Backend) compare(c *conn, set *ruleSet) ([]redirection.Difference, erro
 	if b.seen.holds(c.cookie, before.generation, set) {
 		return nil, nil
 	}
-	found, err := set.compare(c.packet)
+	ofRules, found, err := set.compare(c.packet)
 	if err != nil || len(found) > 0 {
 		return found, err
 	}
@@ -203,7 +146,10 @@ func (b *Backend) compare(c *conn, set *ruleSet) ([]redirection.Difference, erro
 		return nil, err
 	}
 	if after.generation == before.generation {
-		b.seen.record(c.cookie, after.generation, set)
+		b.seen.record(c.cookie, sighting{generation: after.generation, set: set, handles: ofRules})
+		if set.isInitial(ofRules) {
+			b.counts.Store(true)
+		}
 	}
 	return nil, nil
 }

@@ -56,24 +56,40 @@ func hookOf(c redirection.Chain) (hook, error) {
 	return h, nil
 }
 
-// addChains returns the changes that add the chains with their lines to a table.
-func addChains(table string, chains []chainLines) ([]change, error) {
-	var changes []change
+// chainChanges are what adds a chain.
+type chainChanges struct {
+	chain change
+	rules []change
+}
+
+// encodeChains returns the changes that add the chains with their lines to a table.
+func encodeChains(table string, chains []chainLines) ([]chainChanges, error) {
+	var encoded []chainChanges
 	for _, c := range chains {
 		h, err := hookOf(c.chain)
 		if err != nil {
 			return nil, err
 		}
-		changes = append(changes, addChain(table, chainName(c.chain), h))
+		changes := chainChanges{chain: addChain(table, chainName(c.chain), h)}
 		for _, l := range c.lines {
 			list, err := renderRule(l.Rule)
 			if err != nil {
 				return nil, fmt.Errorf("rendering %s: %w", l.comment, err)
 			}
-			changes = append(changes, addRule(table, chainName(c.chain), l.comment, list))
+			changes.rules = append(changes.rules, addRule(table, chainName(c.chain), l.comment, list))
 		}
+		encoded = append(encoded, changes)
 	}
-	return changes, nil
+	return encoded, nil
+}
+
+// joinChains returns all changes, each chain followed by its rules.
+func joinChains(chains []chainChanges) []change {
+	var all []change
+	for _, c := range chains {
+		all = append(append(all, c.chain), c.rules...)
+	}
+	return all
 }
 
 // renderRule returns the expressions of a rule.

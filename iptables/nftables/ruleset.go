@@ -5,6 +5,9 @@ package nftables
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -18,90 +21,132 @@ import (
 type ruleSet struct {
 	creation    *batch // where there is no table of ours
 	replacement *batch // where there may be one
+	chains      []chainChanges
 	want        *table
 	meanings    map[string]string // what a rule's expressions mean in the model's words
-	// good is what a kernel reported that a full comparison found to be as wanted, nil until then. Equal messages need
-	// no other comparison.
+	initial     handles           // of the rules of a table that was made at once, if the kernel counts chains and rules from 1
+	// proven is set once a full comparison has found that a kernel made of these messages what they are meant to say.
+	proven atomic.Bool
+	// good is what a kernel reported then of a table that was made at once, nil until then. Equal messages need no other
+	// comparison.
 	good atomic.Pointer[report]
 }
 
 func newRuleSet(rules []redirection.Rule) (*ruleSet, error) {
-	chains := arrange(rules)
-	creation, err := encodeCreation(chains)
+	arranged := arrange(rules)
+	chains, err := encodeChains(redirection.NFTablesTable, arranged)
 	if err != nil {
 		return nil, err
 	}
-	replacement, err := encodeReplacement(chains)
-	if err != nil {
-		return nil, err
+	all := joinChains(chains)
+	s := &ruleSet{
+		creation:    assemble(slices.Concat([]change{addTable(redirection.NFTablesTable, unix.NLM_F_EXCL)}, all)),
+		replacement: assemble(slices.Concat(replaceTable(redirection.NFTablesTable), all)),
+		chains:      chains,
+		meanings:    map[string]string{},
+		initial:     handles{},
 	}
-	want, err := decode(redirection.NFTablesTable, creation.bytes)
-	if err != nil {
+	if s.want, err = decode(redirection.NFTablesTable, s.creation.bytes); err != nil {
 		return nil, fmt.Errorf("reading back the encoded rules: %w", err)
 	}
-	set := &ruleSet{creation: creation, replacement: replacement, want: want, meanings: map[string]string{}}
-	for i, c := range chains {
+	next := uint64(1)
+	for i, c := range arranged {
+		next++ // the chain's own
+		var ofChain []uint64
 		for j, l := range c.lines {
-			set.meanings[want.chains[i].rules[j].expressions] = l.String()
+			s.meanings[s.want.chains[i].rules[j].expressions] = l.String()
+			ofChain = append(ofChain, next)
+			next++
 		}
+		s.initial[chainName(c.chain)] = ofChain
 	}
-	want.explain(set.meanings)
-	return set, nil
+	s.want.explain(s.meanings)
+	return s, nil
 }
 
-// install makes our table hold the rule set, in one transaction. Replacing a table costs the kernel a grace period later
+// install makes our table hold the rule set, in one transaction, and returns what the namespace held after it. Where it
+// is known what the table holds, only what differs is changed. Replacing a table costs the kernel a grace period later
 // on, so that is not done where, before, there was none.
-func (s *ruleSet) install(socket *rawnetlink.Socket, before status) error {
+func (s *ruleSet) install(socket *rawnetlink.Socket, before status, known sighting) (sighting, error) {
+	if before.exists && known.handles != nil && known.generation == before.generation {
+		after, err := s.amend(socket, known)
+		if !errors.Is(err, unix.ERESTART) && !errors.Is(err, unix.ENOENT) {
+			return after, err
+		}
+		// Something changed meanwhile: it is no longer known.
+	}
 	if !before.exists {
-		err := commit(socket, s.creation)
+		after, err := s.create(socket)
 		if !errors.Is(err, unix.EEXIST) {
-			return err
+			return after, err
 		}
 		// Somebody else was faster.
 	}
-	return commit(socket, s.replacement)
+	answers, err := commitEchoed(socket, s.replacement)
+	return sighting{generation: generationOf(answers), set: s, handles: s.initial}, err
 }
 
-// compare reads our table and returns in what it differs from the rule set.
-func (s *ruleSet) compare(socket *rawnetlink.Socket) ([]redirection.Difference, error) {
+// create makes our table where there is none; with one, it fails with EEXIST.
+func (s *ruleSet) create(socket *rawnetlink.Socket) (sighting, error) {
+	answers, err := commitEchoed(socket, s.creation)
+	return sighting{generation: generationOf(answers), set: s, handles: s.initial}, err
+}
+
+// compare reads our table and returns in what it differs from the rule set. If it does not, it returns the handles of its
+// rules.
+func (s *ruleSet) compare(socket *rawnetlink.Socket) (handles, []redirection.Difference, error) {
 	got, err := read(socket)
 	if errors.Is(err, unix.ENOENT) {
-		return []redirection.Difference{{
+		return nil, []redirection.Difference{{
 			What: "table " + redirection.NFTablesTable,
 			Want: fmt.Sprintf("%d chains", len(s.want.chains)),
 		}}, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("reading table %s: %w", redirection.NFTablesTable, err)
+		return nil, nil, fmt.Errorf("reading table %s: %w", redirection.NFTablesTable, err)
 	}
 	if good := s.good.Load(); good != nil && good.equal(got) {
-		return nil, nil
+		return s.initial, nil, nil
 	}
 	decoded, err := got.decode()
 	if err != nil {
-		return nil, fmt.Errorf("reading table %s: %w", redirection.NFTablesTable, err)
+		return nil, nil, fmt.Errorf("reading table %s: %w", redirection.NFTablesTable, err)
 	}
 	decoded.explain(s.meanings)
-	found := differences(s.want, decoded)
-	if len(found) == 0 {
+	if found := differences(s.want, decoded); len(found) > 0 {
+		return nil, found, nil
+	}
+	s.proven.Store(true)
+	if s.isInitial(decoded.handles()) {
 		s.good.Store(got.clone())
 	}
-	return found, nil
+	return decoded.handles(), nil, nil
+}
+
+// isInitial reports whether handles are those of a table that was made at once.
+func (s *ruleSet) isInitial(h handles) bool {
+	return maps.EqualFunc(h, s.initial, slices.Equal[[]uint64])
 }
 
 // commit sends a transaction. The kernel may report more than one message; the first refusal is why nothing happened.
 func commit(socket *rawnetlink.Socket, b *batch) error {
-	refused, err := socket.Execute(b.bytes, b.last)
-	if err != nil {
-		return fmt.Errorf("changing packet rules: %w", err)
-	}
-	if len(refused) > 0 {
-		return fmt.Errorf("%s: %w", b.describe(refused[0].Sequence), refused[0])
-	}
-	return nil
+	_, err := commitEchoed(socket, b)
+	return err
 }
 
-// maxRuleSets bounds the cache: options hold interface names that a pod's author chooses.
+// commitEchoed likewise returns what the kernel answered.
+func commitEchoed(socket *rawnetlink.Socket, b *batch) ([]byte, error) {
+	answers, refused, err := socket.ExecuteEchoed(b.bytes, b.last)
+	if err != nil {
+		return nil, fmt.Errorf("changing packet rules: %w", err)
+	}
+	if len(refused) > 0 {
+		return nil, fmt.Errorf("%s: %w", b.describe(refused[0].Sequence), refused[0])
+	}
+	return answers, nil
+}
+
+// maxRuleSets bounds the cache: options hold names and numbers that a pod's author chooses.
 const maxRuleSets = 256
 
 // cache holds encoded rule sets. Its zero value is empty and ready. It may be used concurrently.
@@ -110,14 +155,32 @@ type cache struct {
 	sets map[cacheKey]*ruleSet
 }
 
+// cacheKey is equal for options that make the same rules in the same families.
 type cacheKey struct {
-	options  string
-	families redirection.Families
+	families               redirection.Families
+	bypass, dns, ipv6      bool
+	established            bool
+	uncaptured             redirection.Uncaptured
+	sourceIPv4, sourceIPv6 netip.Addr
+	lists                  string // what the options' lists say; most pods have none, and making a text of them takes a while
+}
+
+func keyOf(o redirection.Options, families redirection.Families) cacheKey {
+	key := cacheKey{
+		families: families, bypass: o.InboundBypass, dns: o.DNSCapture, ipv6: o.IPv6, established: o.KeepEstablished,
+		uncaptured: o.IPv6Uncaptured, sourceIPv4: o.ProbeSourceIPv4, sourceIPv6: o.ProbeSourceIPv6,
+	}
+	lists := len(o.RerouteInterfaces) + len(o.ExcludeInboundPorts) + len(o.ExcludeOutboundPorts) +
+		len(o.ExcludeOutboundCIDRs) + len(o.ExcludeInterfaces)
+	if lists > 0 {
+		key.lists = o.Key()
+	}
+	return key
 }
 
 // get returns the rule set for the options and families, encoding it when it is not held.
 func (c *cache) get(opts redirection.Options, families redirection.Families) (*ruleSet, error) {
-	key := cacheKey{options: opts.Key(), families: families}
+	key := keyOf(opts, families)
 	c.mu.RLock()
 	set := c.sets[key]
 	c.mu.RUnlock()

@@ -3,6 +3,7 @@
 package nftables
 
 import (
+	"encoding/binary"
 	"fmt"
 	"slices"
 
@@ -36,6 +37,7 @@ type rule struct {
 	comment     string
 	expressions string
 	meaning     string // of the expressions in the model's words, empty for those of others
+	handle      uint64 // the kernel's number for it within its table, 0 in what was sent
 }
 
 // decode reads messages that make, or report, tables, sets, chains and rules, and takes up what belongs to the table of
@@ -129,6 +131,9 @@ func (t *table) addRule(f fields) error {
 		return err
 	}
 	r := rule{comment: comment(f[unix.NFTA_RULE_USERDATA]), expressions: expressions}
+	if handle := f[unix.NFTA_RULE_HANDLE]; len(handle) == 8 {
+		r.handle = binary.BigEndian.Uint64(handle)
+	}
 	name := text(f[unix.NFTA_RULE_CHAIN])
 	for i := range t.chains {
 		if t.chains[i].name == name {
@@ -211,35 +216,70 @@ func orText(s, otherwise string) string {
 type edit struct{ want, got string }
 
 // edits returns the shortest list of rules to add and to take away that turns got into want, in order. Comments do not
-// count. Both lists are short, so the table of longest common subsequences is small.
+// count.
 func edits(want, got []rule) []edit {
-	common := make([][]int, len(want)+1)
-	for i := range common {
-		common[i] = make([]int, len(got)+1)
+	var found []edit
+	next := 0 // of got
+	unexpected := func(until int) {
+		for ; next < until; next++ {
+			found = append(found, edit{got: got[next].String()})
+		}
 	}
-	for i := len(want) - 1; i >= 0; i-- {
-		for j := len(got) - 1; j >= 0; j-- {
-			if want[i].expressions == got[j].expressions {
+	for i, j := range pair(want, got, func(a, b rule) bool { return a.expressions == b.expressions }) {
+		if j < 0 {
+			found = append(found, edit{want: want[i].String()})
+			continue
+		}
+		unexpected(j)
+		next++
+	}
+	unexpected(len(got))
+	return found
+}
+
+// pair returns for each rule of a which rule of b it is, in a longest common subsequence of both, or -1. Both lists are
+// short, so the table of lengths is small.
+func pair(a, b []rule, same func(a, b rule) bool) []int {
+	common := make([][]int, len(a)+1)
+	for i := range common {
+		common[i] = make([]int, len(b)+1)
+	}
+	for i := len(a) - 1; i >= 0; i-- {
+		for j := len(b) - 1; j >= 0; j-- {
+			if same(a[i], b[j]) {
 				common[i][j] = common[i+1][j+1] + 1
 			} else {
 				common[i][j] = max(common[i+1][j], common[i][j+1])
 			}
 		}
 	}
-	var found []edit
-	for i, j := 0, 0; i < len(want) || j < len(got); {
+	pairs := make([]int, len(a))
+	for i, j := 0, 0; i < len(a); {
 		switch {
-		case i < len(want) && j < len(got) && want[i].expressions == got[j].expressions:
+		case j < len(b) && same(a[i], b[j]):
+			pairs[i] = j
 			i, j = i+1, j+1
-		case j == len(got) || i < len(want) && common[i+1][j] >= common[i][j+1]:
-			found = append(found, edit{want: want[i].String()})
+		case j == len(b) || common[i+1][j] >= common[i][j+1]:
+			pairs[i] = -1
 			i++
 		default:
-			found = append(found, edit{got: got[j].String()})
 			j++
 		}
 	}
-	return found
+	return pairs
+}
+
+// handles returns the kernel's numbers of the rules.
+func (t *table) handles() handles {
+	all := handles{}
+	for _, c := range t.chains {
+		ofChain := make([]uint64, 0, len(c.rules))
+		for _, r := range c.rules {
+			ofChain = append(ofChain, r.handle)
+		}
+		all[c.name] = ofChain
+	}
+	return all
 }
 
 // explain adds the meanings of expressions that are known.

@@ -116,10 +116,10 @@ func TestComment(t *testing.T) {
 func TestSightings(t *testing.T) {
 	var s sightings
 	a, b := &ruleSet{}, &ruleSet{}
-	if s.holds(1, 0, nil) && len(s.seen) > 0 {
+	if _, known := s.last(1); known || s.holds(1, 0, nil) {
 		t.Error("something is known at the beginning")
 	}
-	s.record(1, 10, a)
+	s.record(1, sighting{generation: 10, set: a})
 	for _, test := range []struct {
 		name       string
 		cookie     uint64
@@ -141,7 +141,7 @@ func TestSightings(t *testing.T) {
 		t.Error("not forgotten")
 	}
 	for cookie := range uint64(3 * maxSightings) {
-		s.record(cookie, 1, a)
+		s.record(cookie, sighting{generation: 1, set: a})
 		if len(s.seen) > maxSightings || !s.holds(cookie, 1, a) {
 			t.Fatalf("%d namespaces held", len(s.seen))
 		}
@@ -254,4 +254,36 @@ func FuzzDecode(f *testing.F) {
 			}
 		}
 	})
+}
+
+// TestKeyOfEveryOption changes one field of the options at a time.
+func TestKeyOfEveryOption(t *testing.T) {
+	seen := map[cacheKey]string{keyOf(redirection.DefaultOptions(), redirection.DualStack): "the default"}
+	for i := range reflect.TypeFor[redirection.Options]().NumField() {
+		opts := redirection.DefaultOptions()
+		name := reflect.TypeOf(opts).Field(i).Name
+		switch field := reflect.ValueOf(&opts).Elem().Field(i); field.Kind() {
+		case reflect.Bool:
+			field.SetBool(!field.Bool())
+		case reflect.String:
+			field.SetString("other")
+		case reflect.Slice:
+			field.Set(reflect.MakeSlice(field.Type(), 1, 1))
+			if element := field.Index(0); element.Kind() == reflect.String {
+				element.SetString("tap0")
+			}
+		case reflect.Struct: // an address
+			field.SetZero()
+		default:
+			t.Fatalf("field %s is of a kind that is new here", name)
+		}
+		key := keyOf(opts, redirection.DualStack)
+		if other, taken := seen[key]; taken {
+			t.Errorf("%s and %s have the same key", name, other)
+		}
+		seen[key] = name
+	}
+	if _, taken := seen[keyOf(redirection.DefaultOptions(), redirection.IPv4)]; taken {
+		t.Error("other families have the same key")
+	}
 }

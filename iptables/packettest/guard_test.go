@@ -20,6 +20,7 @@ import (
 
 	"ambientd/iptables/iptables"
 	"ambientd/iptables/redirection"
+	"ambientd/tools/netnstest"
 )
 
 // TestGuardrail stops each replacement after each of its transactions and begins
@@ -28,6 +29,8 @@ import (
 // is dropped, and captured when it is sent again; or with the other choice it is
 // let by, which shows that it would have been.
 func TestGuardrail(t *testing.T) {
+	netnstest.Require(t)
+	var pumps []*pump
 	for _, c := range []struct {
 		name          string
 		before, after redirection.Options
@@ -40,26 +43,30 @@ func TestGuardrail(t *testing.T) {
 		{name: "other options", before: with(reroute), after: with(exclude53)},
 		{name: "IPv6 no longer shut", before: with(ipv6Off), after: with(), leaks: true},
 	} {
-		t.Run(c.name, func(t *testing.T) {
-			for _, name := range []string{onNFT, onLegacy} {
-				for _, onRepair := range []iptables.OnRepair{iptables.RepairDrop, iptables.RepairAllow} {
-					t.Run(name+"/"+string(onRepair), func(t *testing.T) {
-						healthy := newBackend(t, name)
-						n := newNetwork(t, nil)
-						apply(t, healthy, n, c.before, c.before.Allowed())
-						for _, f := range redirection.DualStack.Each() {
-							restoreIn(t, n.pod, name, f, c.damage)
-						}
-						p := &pump{n: n}
-						stepper := newStepper(t, iptables.Config{Variant: variantOf(name), OnRepair: onRepair})
-						stepper.apply(t, n, c.after, func(f redirection.Families) { p.begin(t, f) })
-						leaks := p.leaks(t)
-						if want := c.leaks && onRepair == iptables.RepairAllow; leaks > 0 != want {
-							t.Errorf("%d of %d connections and queries leaked; some are expected: %t", leaks, p.begun, want)
-						}
-						apply(t, healthy, n, c.after, redirection.DualStack)
-					})
-				}
+		for _, name := range []string{onNFT, onLegacy} {
+			for _, onRepair := range []iptables.OnRepair{iptables.RepairDrop, iptables.RepairAllow} {
+				p := &pump{name: strings.Join([]string{c.name, name, string(onRepair)}, "/"), n: newNetwork(t, nil),
+					mayLeak: c.leaks && onRepair == iptables.RepairAllow}
+				t.Run(p.name, func(t *testing.T) {
+					healthy := newBackend(t, name)
+					apply(t, healthy, p.n, c.before, c.before.Allowed())
+					for _, f := range redirection.DualStack.Each() {
+						restoreIn(t, p.n.pod, name, f, c.damage)
+					}
+					stepper := newStepper(t, iptables.Config{Variant: variantOf(name), OnRepair: onRepair})
+					stepper.apply(t, p.n, c.after, func(f redirection.Families) { p.begin(t, f) })
+					apply(t, healthy, p.n, c.after, redirection.DualStack)
+					pumps = append(pumps, p)
+				})
+			}
+		}
+	}
+	// What was dropped is sent again after a second: all wait for that together.
+	for _, p := range pumps {
+		t.Run(p.name+"/leaks", func(t *testing.T) {
+			t.Parallel()
+			if leaks := p.leaks(t); leaks > 0 != p.mayLeak {
+				t.Errorf("%d of %d connections and queries leaked; some are expected: %t", leaks, p.begun, p.mayLeak)
 			}
 		})
 	}
@@ -170,7 +177,9 @@ func (s *stepper) apply(t *testing.T, n *network, opts redirection.Options, at f
 
 // pump begins connections and queries and looks where they ended.
 type pump struct {
+	name    string
 	n       *network
+	mayLeak bool // some are to end elsewhere than at the proxy
 	begun   int
 	waiting []*os.File // connections that have not been looked at
 	leaked  int
@@ -209,6 +218,7 @@ func (p *pump) count(l landing) {
 func (p *pump) leaks(t *testing.T) int {
 	t.Helper()
 	for _, socket := range p.waiting {
+		defer socket.Close()
 		if err := socket.SetReadDeadline(time.Now().Add(patience)); err != nil {
 			t.Fatal(err)
 		}

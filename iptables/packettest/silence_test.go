@@ -23,7 +23,7 @@ type attempt struct {
 }
 
 // start sends the first packet: when it returns, the packet is where it gets to
-// without another's help. The socket that it returns is closed with the test.
+// without another's help. The caller closes the socket that it returns.
 func (a attempt) start(t *testing.T) *os.File {
 	t.Helper()
 	var socket *os.File
@@ -40,7 +40,6 @@ func (a attempt) start(t *testing.T) *os.File {
 			return err
 		}
 		socket = os.NewFile(uintptr(fd), "attempt")
-		t.Cleanup(func() { socket.Close() })
 		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(a.mark)); err != nil {
 			return err
 		}
@@ -59,7 +58,7 @@ func (n *network) expectSilence(t *testing.T, a attempt, from netip.Addr) {
 	t.Helper()
 	watch := openCapture(t, n.peer, "eth0")
 	defer watch.close(t)
-	a.start(t)
+	defer a.start(t).Close()
 	if a.ns == n.peer {
 		// It leaves as soon as the pod's link has told its address.
 		if err := watch.await(func(p packet) bool { return p.to == a.to }); err != nil {

@@ -60,30 +60,57 @@ type Undo struct {
 
 // Read returns the state of the namespace: of loopback, of the rules at our priority, and of the routes in our table.
 func (c *Conn) Read() (*State, error) {
-	for range readAttempts {
-		s, err := c.readOnce()
-		if !errors.Is(err, rawnetlink.ErrInterrupted) {
-			return s, err
-		}
-	}
-	return nil, fmt.Errorf("reading policy routing: %w, %d times in a row", rawnetlink.ErrInterrupted, readAttempts)
-}
-
-// readAttempts bounds how often Read starts again because something changed under it.
-const readAttempts = 5
-
-func (c *Conn) readOnce() (*State, error) {
 	s := &State{}
 	request := rawnetlink.AppendMessage(make([]byte, 0, 128), linkRequest())
-	request = rawnetlink.AppendMessage(request, ruleDumpRequest())
-	if err := c.dump(request, s); err != nil {
-		return nil, fmt.Errorf("reading %s and the policy rules: %w", redirection.Loopback, err)
-	}
-	request = rawnetlink.AppendMessage(request[:0], routeDumpRequest())
-	if err := c.dump(request, s); err != nil {
-		return nil, fmt.Errorf("reading the routes of table %d: %w", redirection.RouteTable, err)
+	if err := c.complete(s, request); err != nil {
+		return nil, err
 	}
 	return s, nil
+}
+
+// ReadLoopback returns the state of loopback alone, which is enough to know the namespace's families.
+// [Conn.Complete] reads the rest.
+func (c *Conn) ReadLoopback() (*State, error) {
+	answer, err := c.socket.Query(rawnetlink.AppendMessage(make([]byte, 0, 64), linkRequest()), 1)
+	if err != nil {
+		return nil, fmt.Errorf("reading %s: %w", redirection.Loopback, err)
+	}
+	m, _, err := rawnetlink.Next(answer)
+	if err == nil {
+		err = m.Failure()
+	}
+	s := &State{}
+	if err == nil {
+		err = s.readLoopback(m.Payload)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reading %s: %w", redirection.Loopback, err)
+	}
+	return s, nil
+}
+
+// Complete reads the rules at our priority and the routes in our table into a state that has loopback's.
+func (c *Conn) Complete(s *State) error { return c.complete(s, nil) }
+
+// readAttempts bounds how often a read starts again because something changed under it.
+const readAttempts = 5
+
+// complete reads rules and routes. What it asks in front of them is no dump.
+func (c *Conn) complete(s *State, before []byte) error {
+	for range readAttempts {
+		s.rules, s.routes = nil, nil
+		err := c.dump(rawnetlink.AppendMessage(slices.Clip(before), ruleDumpRequest()), s)
+		if err == nil {
+			err = c.dump(rawnetlink.AppendMessage(make([]byte, 0, 64), routeDumpRequest()), s)
+		}
+		if !errors.Is(err, rawnetlink.ErrInterrupted) {
+			if err != nil {
+				return fmt.Errorf("reading %s, the policy rules and the routes of table %d: %w", redirection.Loopback, redirection.RouteTable, err)
+			}
+			return nil
+		}
+	}
+	return fmt.Errorf("reading policy routing: %w, %d times in a row", rawnetlink.ErrInterrupted, readAttempts)
 }
 
 func (c *Conn) dump(request []byte, into *State) error {

@@ -134,34 +134,57 @@ func (s *Socket) SetStrict() error {
 // Execute sends requests that change something and returns what the kernel refused, in order. Of the requests, at least
 // the one with the sequence number last must ask for an acknowledgement, and the kernel must see it last.
 func (s *Socket) Execute(requests []byte, last uint32) ([]Error, error) {
+	_, refused, err := s.ExecuteEchoed(requests, last)
+	return refused, err
+}
+
+// ExecuteEchoed likewise returns everything that the kernel answered, for requests that ask for their echo.
+func (s *Socket) ExecuteEchoed(requests []byte, last uint32) (answers []byte, refused []Error, err error) {
 	if err := s.send(requests); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	var refused []Error
+	start := len(*s.buffer)
 	for {
 		datagram, err := s.receive()
 		if errors.Is(err, unix.EAGAIN) && len(refused) > 0 {
-			return refused, nil // a batch that is refused as a whole never gets to its last message
-		}
-		for err == nil && len(datagram) > 0 {
-			var m Message
-			if m, datagram, err = Next(datagram); err != nil || m.Type != unix.NLMSG_ERROR {
-				continue
-			}
-			var refusal Error
-			if failure := m.Failure(); errors.As(failure, &refusal) {
-				refused = append(refused, refusal)
-			} else if failure != nil {
-				return nil, failure
-			}
-			if m.Sequence == last {
-				return refused, nil
-			}
+			break // a batch that is refused as a whole never gets to its last message
 		}
 		if err != nil {
-			return nil, err
+			return nil, nil, err
+		}
+		more, ended, err := acknowledgements(datagram, last)
+		if err != nil {
+			return nil, nil, err
+		}
+		refused = append(refused, more...)
+		if ended {
+			break
 		}
 	}
+	return (*s.buffer)[start:], refused, nil
+}
+
+// acknowledgements returns what a datagram says was refused, and whether it answers the request with that number.
+func acknowledgements(datagram []byte, last uint32) (refused []Error, ended bool, err error) {
+	for len(datagram) > 0 {
+		var m Message
+		if m, datagram, err = Next(datagram); err != nil {
+			return nil, false, err
+		}
+		if m.Type != unix.NLMSG_ERROR {
+			continue
+		}
+		var refusal Error
+		if failure := m.Failure(); errors.As(failure, &refusal) {
+			refused = append(refused, refusal)
+		} else if failure != nil {
+			return nil, false, failure
+		}
+		if m.Sequence == last {
+			return refused, true, nil
+		}
+	}
+	return refused, false, nil
 }
 
 // Query sends requests that read and are no dumps, and returns the answers: as many messages as there are requests, each

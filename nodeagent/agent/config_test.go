@@ -69,6 +69,16 @@ func TestValidate(t *testing.T) {
 		{"probe source", func(c *agent.Config) { c.ProbeSourceIPv4 = netip.MustParseAddr("::1") }, []string{"probe source", "::1"}},
 		{"IPv6 off", func(c *agent.Config) { c.IPv6 = false }, nil},
 
+		{"uncaptured IPv6", func(c *agent.Config) { c.IPv6Uncaptured = "reject" }, []string{"--ipv6-uncaptured", "reject", "drop, allow"}},
+		{"probe scope", func(c *agent.Config) { c.ProbeScope = "node" }, []string{"--probe-scope", "node", "pod, declared"}},
+		{"probe source that others have", func(c *agent.Config) { c.ProbeSourceIPv4 = netip.MustParseAddr("10.0.0.1") }, []string{"probe source", "10.0.0.1"}},
+		{"repair", func(c *agent.Config) { c.OnRepair = "" }, []string{"--on-repair", "drop, allow"}},
+		{"existing connections", func(c *agent.Config) { c.ExistingConnections = "drop" }, []string{"--existing-connections", "keep, reset"}},
+		{"pod options", func(c *agent.Config) { c.AllowedPodOptions = []string{"exclude-interfaces", "all"} }, []string{"--allowed-pod-options", `"all"`, "exclude-outbound-cidrs"}},
+		{"audits too often", func(c *agent.Config) { c.AuditInterval = 0 }, []string{"--audit-interval 0s", "1s to 1h"}},
+		{"audits too seldom", func(c *agent.Config) { c.AuditInterval = 2 * time.Hour }, []string{"--audit-interval 2h"}},
+		{"proc", func(c *agent.Config) { c.ProcRoot = "proc" }, []string{"--proc-root proc", "absolute"}},
+
 		{"TTL", func(c *agent.Config) { c.CertTTL = time.Second }, []string{"--cert-ttl 1s", "at least 10s"}},
 		{"TTL too long", func(c *agent.Config) { c.CertTTL = 100 * 24 * time.Hour }, []string{"--cert-ttl 2400h0m0s", "at most 2160h0m0s"}},
 		{"no workers", func(c *agent.Config) { c.CertWorkers = 0 }, []string{"--cert-workers 0", "1 to"}},

@@ -118,9 +118,14 @@ func watchHost() (*netnswatch.Watcher, error) {
 // recorder is the metrics, which are made later than the auditor and before it runs.
 type recorder struct{ *parts }
 
+// Audited is part of audit.Recorder, as the two next.
 func (r recorder) Audited(subject string, took time.Duration) { r.metrics.Audited(subject, took) }
-func (r recorder) Repaired(part string)                       { r.metrics.Repaired(part) }
-func (r recorder) RepairFailed(subject string)                { r.metrics.RepairFailed(subject) }
+
+// Repaired passes on.
+func (r recorder) Repaired(part string) { r.metrics.Repaired(part) }
+
+// RepairFailed passes on.
+func (r recorder) RepairFailed(subject string) { r.metrics.RepairFailed(subject) }
 
 // countedHandler counts the plugin's events.
 type countedHandler struct {

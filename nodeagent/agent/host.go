@@ -50,7 +50,7 @@ func (p *parts) settleHost(ctx context.Context) error {
 func (p *parts) attempt(ctx context.Context, doing string, do func(context.Context) error) bool {
 	err := do(ctx)
 	if err != nil && ctx.Err() == nil {
-		p.cfg.Logger.Warn(doing+" does not work yet, it is tried again", "err", err)
+		p.cfg.Logger.Warn("the host is not settled yet, it is tried again", "step", doing, "err", err)
 	}
 	return err == nil
 }

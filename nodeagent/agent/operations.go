@@ -36,7 +36,7 @@ type operations struct {
 
 // Verify is part of admin.Operations.
 func (o *operations) Verify(ctx context.Context, req admin.VerifyRequest) (admin.VerifyResult, error) {
-	pods, err := o.selected(req.Pods)
+	pods, err := o.selected(ctx, req.Pods)
 	if err != nil {
 		return admin.VerifyResult{}, err
 	}
@@ -51,7 +51,7 @@ func (o *operations) Verify(ctx context.Context, req admin.VerifyRequest) (admin
 
 // selected returns the enrolled pods that are meant, and those named that are not
 // enrolled with nothing but their names, sorted.
-func (o *operations) selected(names []string) ([]admin.PodStatus, error) {
+func (o *operations) selected(ctx context.Context, names []string) ([]admin.PodStatus, error) {
 	var pods []admin.PodStatus
 	for _, pod := range o.parts.enroller.Pods() {
 		if pod.State != admin.PodEnrolling && (len(names) == 0 || isNamed(pod, names)) {
@@ -64,10 +64,16 @@ func (o *operations) selected(names []string) ([]admin.PodStatus, error) {
 			continue
 		}
 		i := slices.IndexFunc(listed, func(p workload.Pod) bool { return name == p.UID || name == p.String() })
-		if i < 0 {
+		if i >= 0 {
+			pods = append(pods, admin.PodStatus{Namespace: listed[i].Namespace, Name: listed[i].Name})
+			continue
+		}
+		// What has just been written is not in the list yet.
+		namespace, short, _ := strings.Cut(name, "/")
+		if _, err := o.parts.pods.Lookup(ctx, namespace, short, ""); err != nil {
 			return nil, fmt.Errorf("%s: %w on this node", name, admin.ErrNoSuchPod)
 		}
-		pods = append(pods, admin.PodStatus{Namespace: listed[i].Namespace, Name: listed[i].Name})
+		pods = append(pods, admin.PodStatus{Namespace: namespace, Name: short})
 	}
 	slices.SortStableFunc(pods, func(a, b admin.PodStatus) int { return strings.Compare(nameOf(a), nameOf(b)) })
 	return pods, nil

@@ -47,11 +47,17 @@ func checkVerify(t *testing.T, r *running, one, two *sandbox) {
 			t.Errorf("one by %s: %+v", name, result)
 		}
 	}
-	// A difference is told and put right; a connection from the host shows that it was.
+	// What differs is put right, by this or on the kernel's word before; a connection from
+	// the host shows that it was.
 	program(t, one.ns, "", "ip", "rule", "del", "priority", fmt.Sprint(redirection.RulePriority))
 	result := r.verify(admin.VerifyRequest{Pods: []string{one.uid}, Probes: true})
-	if len(result.Pods[0].Differences) == 0 || result.Pods[0].Error != "" || result.OK() {
+	if result.Pods[0].Error != "" || result.OK() != (len(result.Pods[0].Differences) == 0) {
 		t.Errorf("without the policy rule: %+v", result)
+	}
+	for _, pod := range r.status().Pods {
+		if (pod.UID == one.uid) != (pod.Audit.Repairs == 1) {
+			t.Errorf("status shows %d repairs of %s", pod.Audit.Repairs, pod.Name)
+		}
 	}
 	if probes := result.Pods[0].Probes; len(probes) != 1 || !probes[0].OK() || probes[0].Address != one.ip {
 		t.Errorf("probes: %+v", probes)

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"ambientd/cni-plugin/podevent"
 	"ambientd/iptables/backend"
 	"ambientd/iptables/nftables"
@@ -46,7 +48,7 @@ func TestRestart(t *testing.T) {
 				sandboxes = append(sandboxes, s)
 			}
 			r.end()
-			before := generations(t, sandboxes)
+			before, faults := generations(t, sandboxes), children(t)
 
 			peers := make(chan *zdstest.Peer, 1)
 			go func() { peers <- dialEarly(t, cfg.ZDSSocket) }()
@@ -58,6 +60,9 @@ func TestRestart(t *testing.T) {
 				t.Errorf("the first snapshot has %d pods, want %d", n, pods)
 			}
 			r.awaitStatus("all pods", allEnrolled(pods))
+			if mode == backend.NFTables && children(t) != faults {
+				t.Error("the start has run child processes")
+			}
 			if after := generations(t, sandboxes); mode == backend.NFTables && after != before {
 				t.Errorf("rules were written: generations %s, then %s", before, after)
 			}
@@ -73,6 +78,14 @@ func TestRestart(t *testing.T) {
 			r.end()
 		})
 	}
+}
+
+// children grows with every child process that was waited for.
+func children(t *testing.T) int64 {
+	t.Helper()
+	var usage unix.Rusage
+	must(t, unix.Getrusage(unix.RUSAGE_CHILDREN, &usage))
+	return usage.Minflt + usage.Majflt
 }
 
 // dialEarly connects as soon as somebody listens.

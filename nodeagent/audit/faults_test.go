@@ -204,7 +204,7 @@ func (n *node) checkPod(f fault, p *pod) {
 	}
 	began := time.Now()
 	f.make(n.t, p.ns)
-	line := n.await("audit has repaired the pod", "uid", p.uid)
+	line := n.await("audit has repaired what differed", "uid", p.uid)
 	if took := time.Since(began); !f.silent && took > promptly {
 		n.t.Errorf("the repair took %s", took)
 	}
@@ -221,7 +221,7 @@ func (n *node) checkPod(f fault, p *pod) {
 	if status.Audit.Repairs != 1 || len(status.Audit.Repaired) == 0 || status.Audit.LastRepair.Before(began) || status.State != admin.PodEnrolled {
 		n.t.Errorf("status: %+v", status)
 	}
-	if lines := n.logs.with("audit has repaired the pod", "uid", p.uid); len(lines) != 1 {
+	if lines := n.logs.with("audit has repaired what differed", "uid", p.uid); len(lines) != 1 {
 		n.t.Errorf("%d lines in the log, want one: %v", len(lines), lines)
 	}
 }
@@ -301,7 +301,7 @@ func (n *node) checkHost(f fault) {
 	n.awaitSettled()
 	began := time.Now()
 	f.make(n.t, host)
-	line := n.await("audit has repaired the host", "", "")
+	line := n.await("audit has repaired what differed", "subject", "host")
 	if took := time.Since(began); !f.silent && took > promptly {
 		n.t.Errorf("the repair took %s", took)
 	}
@@ -316,7 +316,7 @@ func (n *node) checkHost(f fault) {
 	if audit := n.status().Host.Audit; audit.Repairs != 1 || audit.LastRepair.Before(began) || len(audit.Repaired) == 0 || audit.Error != "" {
 		n.t.Errorf("status: %+v", audit)
 	}
-	if lines := n.logs.with("audit has repaired the host", "", ""); len(lines) != 1 {
+	if lines := n.logs.with("audit has repaired what differed", "subject", "host"); len(lines) != 1 {
 		n.t.Errorf("%d lines in the log, want one: %v", len(lines), lines)
 	}
 	if count := n.repairs("host probes"); count != 1 {
@@ -340,7 +340,7 @@ func TestNetnsSwapped(t *testing.T) {
 			other := n.sandbox(p.ip)
 			must(t, unix.Unmount(p.path, unix.MNT_DETACH))
 			must(t, unix.Mount(fmt.Sprintf("/proc/self/fd/%d", other.File().Fd()), p.path, "", unix.MS_BIND, ""))
-			line := n.await("audit has repaired the pod", "uid", p.uid)
+			line := n.await("audit has repaired what differed", "uid", p.uid)
 			if parts := fmt.Sprint(line["parts"]); parts != "[netns]" {
 				t.Errorf("parts: %s", parts)
 			}
@@ -356,7 +356,7 @@ func TestNetnsSwapped(t *testing.T) {
 			if !result.OK() {
 				t.Errorf("after the repair: %+v", result)
 			}
-			if lines := n.logs.with("audit has repaired the pod", "", ""); len(lines) != 1 {
+			if lines := n.logs.with("audit has repaired what differed", "subject", "pod"); len(lines) != 1 {
 				t.Errorf("%d lines in the log, want one: %v", len(lines), lines)
 			}
 		})
@@ -406,7 +406,7 @@ func TestHealthyPodsAreLeftAlone(t *testing.T) {
 	if now := children(t); now != faults {
 		t.Error("audits have run child processes")
 	}
-	if lines := n.logs.with("audit has repaired the pod", "", ""); len(lines) != 0 {
+	if lines := n.logs.with("audit has repaired what differed", "subject", "pod"); len(lines) != 0 {
 		t.Errorf("healthy pods were repaired: %v", lines)
 	}
 }

@@ -52,18 +52,18 @@ func (a *Auditor) report(r *result, o outcome) {
 	}
 	a.results.mu.Unlock()
 
-	logger := a.cfg.Logger.With(o.attrs...)
+	logger := a.cfg.Logger.With("subject", o.subject).With(o.attrs...)
 	switch {
 	case o.err != nil:
 		a.cfg.Recorder.RepairFailed(o.subject)
 		if !again {
-			logger.Warn("audit of the "+o.subject+" failed, it is tried again", "differences", shown, "err", o.err)
+			logger.Warn("audit failed, it is tried again", "differences", shown, "err", o.err)
 		}
 	case len(o.differences) > 0:
 		for _, part := range o.parts {
 			a.cfg.Recorder.Repaired(part)
 		}
-		logger.Warn("audit has repaired the "+o.subject, "parts", o.parts, "differences", shown, "took", now.Sub(o.started).Round(time.Microsecond))
+		logger.Warn("audit has repaired what differed", "parts", o.parts, "differences", shown, "took", now.Sub(o.started).Round(time.Microsecond))
 	}
 }
 

@@ -356,7 +356,7 @@ func TestRepairIsQuiet(t *testing.T) {
 		if n := w.after("uid-0", now); n < 2 || n > 3 {
 			t.Errorf("audited %d times, want twice and at most a regular time", n)
 		}
-		if w.counts["repaired redirection"] != 1 || strings.Count(w.log.String(), "audit has repaired the pod") != 1 {
+		if w.counts["repaired redirection"] != 1 || strings.Count(w.log.String(), "audit has repaired what differed\" subject=pod") != 1 {
 			t.Errorf("counted %v, logged %s", w.counts, w.log)
 		}
 		status := a.PodStatus("uid-0")
@@ -428,7 +428,7 @@ func TestFailuresBackOff(t *testing.T) {
 func TestHostIsRepaired(t *testing.T) {
 	in(t, nil, func(w *world) { w.hostGone = true }, func(w *world, a *audit.Auditor) {
 		pass(interval)
-		if w.counts["repaired host probes"] != 1 || strings.Count(w.log.String(), "audit has repaired the host") != 1 {
+		if w.counts["repaired host probes"] != 1 || strings.Count(w.log.String(), "audit has repaired what differed\" subject=host") != 1 {
 			t.Errorf("counted %v, logged %s", w.counts, w.log)
 		}
 		if status := a.HostStatus(); status.Repairs != 1 || status.Error != "" {

@@ -143,7 +143,7 @@ func listen(ctx context.Context, inPod redirection.Runner, addr netip.Addr) (lis
 func (s *Set) connect(ctx context.Context, listener net.Listener, to netip.AddrPort) (netip.Addr, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	secret := rand.Text()
-	seen := make(chan netip.Addr, 1)
+	seen := make(chan netip.Addr, maxStrangers) // a proxy may bring the secret twice
 	var receivers sync.WaitGroup
 	defer receivers.Wait()
 	defer cancel()
@@ -172,8 +172,9 @@ func (s *Set) connect(ctx context.Context, listener net.Listener, to netip.AddrP
 	}
 }
 
-// receive accepts connections until ctx ends, and reports who brings the secret. Each
-// is read by itself, so that a stranger who says nothing keeps nobody waiting.
+// receive accepts connections until ctx ends, and reports who brings the secret to
+// seen, which has to have room for [maxStrangers]. Each is read by itself, so that a
+// stranger who says nothing keeps nobody waiting.
 func receive(ctx context.Context, listener net.Listener, secret string, seen chan<- netip.Addr) {
 	var readers sync.WaitGroup
 	defer readers.Wait()
@@ -188,13 +189,8 @@ func receive(ctx context.Context, listener net.Listener, secret string, seen cha
 			if _, err := io.ReadFull(conn, said); err != nil || string(said) != secret {
 				return
 			}
-			from, err := netip.ParseAddrPort(conn.RemoteAddr().String())
-			if err != nil {
-				return
-			}
-			select {
-			case seen <- from.Addr().Unmap():
-			default: // a proxy may try twice
+			if from, err := netip.ParseAddrPort(conn.RemoteAddr().String()); err == nil {
+				seen <- from.Addr().Unmap()
 			}
 		})
 	}

@@ -170,8 +170,23 @@ func (p Port) up() error {
 			return fmt.Errorf("adding %s to %s: %w", addr, p.Name, err)
 		}
 	}
+	if err := withoutDAD(p.Name); err != nil {
+		return err
+	}
 	if err := netlink.LinkSetUp(link); err != nil {
 		return fmt.Errorf("setting %s up: %w", p.Name, err)
+	}
+	return nil
+}
+
+// withoutDAD spares the port's link-local address, which the kernel makes, the one
+// or two seconds of duplicate address detection. Until then a netns that forwards
+// does not even ask for its neighbours' addresses: it has none to ask from
+// (ndisc_send_ns, net/ipv6/ndisc.c).
+func withoutDAD(name string) error {
+	err := os.WriteFile("/proc/sys/net/ipv6/conf/"+name+"/accept_dad", []byte("0"), 0)
+	if err != nil && !errors.Is(err, os.ErrNotExist) { // the kernel has no IPv6
+		return fmt.Errorf("switching duplicate address detection off: %w", err)
 	}
 	return nil
 }

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nftables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"golang.org/x/sys/unix"
+
+	"ambientd/iptables/policyroute"
+	"ambientd/iptables/redirection"
+)
+
+// Apply makes redirection in the namespace that run enters exactly what the options call for, whatever was there of ours
+// before, and returns the families that it covers: those allowed that the namespace has. Applying again changes nothing
+// for packets. On an error the packet rules are as they were, and what was added of policy rule and route is taken back.
+func (b *Backend) Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, error) {
+	if err := opts.Validate(); err != nil {
+		return 0, fmt.Errorf("redirection options: %w", err)
+	}
+	if err := ctx.Err(); err != nil {
+		return 0, err
+	}
+	var families redirection.Families
+	err := b.within(run, func(c *conn) (err error) {
+		if known, is := b.seen.last(c.cookie); is {
+			families, err = b.change(c, opts, known)
+		} else {
+			families, err = b.begin(c, opts)
+		}
+		return err
+	})
+	if err != nil {
+		return 0, fmt.Errorf("applying redirection (nftables): %w", err)
+	}
+	return families, nil
+}
+
+// routing is what became of policy rule and route.
+type routing struct {
+	undo policyroute.Undo
+	err  error
+}
+
+// begin applies to a namespace of which nothing is known, where most likely nothing is. Policy routing and packet rules
+// take the kernel a while each, and it works on both at the same time. Until the first of them is there, rules may mark
+// packets that no policy rule looks at yet; nobody sends such packets before the proxy has been told of the pod.
+func (b *Backend) begin(c *conn, opts redirection.Options) (redirection.Families, error) {
+	state, err := c.route.ReadLoopback()
+	if err == nil {
+		err = state.CheckLoopback()
+	}
+	if err != nil {
+		return 0, err
+	}
+	families := state.Families(opts.Allowed())
+	set, err := b.rules.get(opts, families)
+	if err != nil {
+		return 0, err
+	}
+	routed := make(chan routing, 1)
+	go func() {
+		err := c.route.Complete(state)
+		var undo policyroute.Undo
+		if err == nil {
+			undo, err = c.route.Apply(state, families)
+		}
+		routed <- routing{undo: undo, err: err}
+	}()
+	after, packetErr := set.create(c.packet)
+	routes := <-routed
+	switch {
+	case errors.Is(packetErr, unix.EEXIST): // a table of ours: an earlier agent's, or another call was faster
+		packetErr = nil
+		if routes.err == nil {
+			after, packetErr = b.install(c, set, sighting{})
+		}
+	case packetErr == nil && routes.err != nil:
+		packetErr = commit(c.packet, b.removal)
+	}
+	if err := errors.Join(routes.err, packetErr); err != nil {
+		return 0, errors.Join(err, routes.undo.Undo())
+	}
+	b.note(c, after)
+	return families, nil
+}
+
+// change applies to a namespace of which something is known.
+func (b *Backend) change(c *conn, opts redirection.Options, known sighting) (redirection.Families, error) {
+	state, err := c.route.Read()
+	if err != nil {
+		return 0, err
+	}
+	families := state.Families(opts.Allowed())
+	set, err := b.rules.get(opts, families)
+	if err != nil {
+		return 0, err
+	}
+	undo, err := c.route.Apply(state, families)
+	if err != nil {
+		return 0, err
+	}
+	after, err := b.install(c, set, known)
+	if err != nil {
+		return 0, errors.Join(err, undo.Undo())
+	}
+	b.note(c, after)
+	return families, nil
+}
+
+// install makes the namespace hold the rule set, unless it is known to, and returns what it held then.
+func (b *Backend) install(c *conn, set *ruleSet, known sighting) (sighting, error) {
+	before, err := readStatus(c.packet, redirection.NFTablesTable)
+	if err != nil {
+		return sighting{}, err
+	}
+	if known.set == set && known.generation == before.generation {
+		return known, nil
+	}
+	return set.install(c.packet, before, known)
+}
+
+// note remembers what a namespace holds, as far as that is certain: the kernel has said which generation it is, and has
+// been seen to make of these messages what they are meant to say, and to count rules as we do. Otherwise Verify will look.
+func (b *Backend) note(c *conn, after sighting) {
+	if after.generation == 0 || !after.set.proven.Load() {
+		return
+	}
+	if after.set.isInitial(after.handles) && !b.counts.Load() {
+		after.handles = nil
+	}
+	b.seen.record(c.cookie, after)
+}
