@@ -68,7 +68,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return runAgent(ctx, rest, stdout, stderr)
 	case "status":
 		return showStatus(ctx, rest, stdout)
-	case "version", "--version", "-version":
+	case "version", "--version", "-version", "-v":
 		return write(stdout, fmt.Sprintf("ambientd %s (%s, %s/%s)\n", buildVersion(), runtime.Version(), runtime.GOOS, runtime.GOARCH))
 	case "help", "--help", "-help", "-h":
 		if len(rest) == 0 {
@@ -84,7 +84,7 @@ const overview = `ambientd is the node agent of an ambient mesh.
 
 Usage: ambientd COMMAND [FLAGS]
 
-  run       run the agent until SIGINT or SIGTERM; pods stay in the mesh
+  run       run the agent until SIGINT or SIGTERM; packet rules of enrolled pods stay, so that they fail closed
   status    show what the running agent has enrolled
   version   show the version
   help      show this, or the flags of a command: ambientd help run

@@ -9,6 +9,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"path/filepath"
 	"time"
 
 	"ambientd/nodeagent/admin"
@@ -32,6 +33,9 @@ func showStatus(ctx context.Context, args []string, stdout io.Writer) error {
 	if errors.Is(err, flag.ErrHelp) {
 		return nil
 	}
+	if err == nil {
+		err = checkStatusFlags(cfg, time.Duration(timeout))
+	}
 	if err != nil {
 		return err
 	}
@@ -48,6 +52,27 @@ func showStatus(ctx context.Context, args []string, stdout io.Writer) error {
 	encoder.SetIndent("", "  ")
 	if err := encoder.Encode(status); err != nil {
 		return fmt.Errorf("printing the status: %w", err)
+	}
+	return nil
+}
+
+// minStatusTimeout leaves time for an answer at all.
+const minStatusTimeout = time.Millisecond
+
+// checkStatusFlags returns everything that is wrong with the values of status's flags.
+func checkStatusFlags(cfg agent.Config, timeout time.Duration) error {
+	var errs []error
+	if !filepath.IsAbs(cfg.RunDir) {
+		errs = append(errs, fmt.Errorf("--run-dir %s: must be an absolute path", cfg.RunDir))
+	}
+	if cfg.AdminSocket != "" && !filepath.IsAbs(cfg.AdminSocket) {
+		errs = append(errs, fmt.Errorf("--admin-socket %s: must be an absolute path", cfg.AdminSocket))
+	}
+	if timeout < minStatusTimeout {
+		errs = append(errs, fmt.Errorf("--timeout %s: must be at least %s", timeout, minStatusTimeout))
+	}
+	if len(errs) > 0 {
+		return &usageError{err: sentence(errs), help: "ambientd status --help"}
 	}
 	return nil
 }
