@@ -145,6 +145,10 @@ func (f *Fetcher) issue(ctx context.Context, e *entry) (*SVID, error) {
 	if err != nil {
 		return nil, err
 	}
+	// The identity's last pod may have gone while the request was made: it does not leave the node then.
+	if err := ctx.Err(); err != nil {
+		return nil, fmt.Errorf("asking the CA: %w", err)
+	}
 	known := f.Bundle().Version
 	issued, err := f.cfg.Source.Issue(ctx, e.id, csr, f.cfg.TTL)
 	if err != nil {

@@ -125,7 +125,7 @@ func parseConfig(stdin []byte) (config, error) {
 	}
 	conf.prevResult = raw["prevResult"]
 	conf.validAttachments = raw["cni.dev/valid-attachments"]
-	return conf, errors.Join(errs...)
+	return conf, joined(errs...)
 }
 
 // misspelled looks for a key that differs from name in the case of letters only.

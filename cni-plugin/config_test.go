@@ -72,6 +72,9 @@ func TestParseConfig(t *testing.T) {
 			if (err != nil) != (c.errs != nil) {
 				t.Fatalf("error: %v, want %q", err, c.errs)
 			}
+			if err != nil && strings.Contains(err.Error(), "\n") {
+				t.Errorf("error in several lines: %q", err)
+			}
 			for _, part := range c.errs {
 				if !strings.Contains(err.Error(), part) {
 					t.Errorf("error: %v, want one with %q", err, part)

@@ -6,7 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"os"
+	"strings"
 
 	"github.com/containernetworking/cni/pkg/types"
 
@@ -37,6 +39,22 @@ func subject(req podevent.Request) string {
 	}
 }
 
+// joined is [errors.Join] in one line: a runtime prints the message of a CNI error within JSON, where
+// a line break makes it hard to read.
+func joined(errs ...error) error {
+	var all error
+	for _, err := range errs {
+		switch {
+		case err == nil:
+		case all == nil:
+			all = err
+		default:
+			all = fmt.Errorf("%w; %w", all, err)
+		}
+	}
+	return all
+}
+
 // callError is a CNI error that still tells what went wrong with the call.
 type callError struct {
 	cni   *types.Error
@@ -49,10 +67,31 @@ func (e *callError) Error() string { return e.cni.Error() }
 // Unwrap finds the CNI error, which the skeleton prints, and the cause.
 func (e *callError) Unwrap() []error { return []error{e.cni, e.cause} }
 
+// strictly is the CNI error of a strict STATUS: an agent that does not answer makes the plugin
+// unavailable.
+func strictly(err error) error {
+	var failed *callError
+	if !errors.As(err, &failed) || !errors.Is(err, podevent.ErrUnavailable) {
+		return err
+	}
+	return types.NewError(podevent.CodePluginNotAvailable, "strictStatus: "+failed.cni.Msg,
+		"pods of the mesh cannot start on this node until ambientd runs; remove strictStatus to keep the node Ready meanwhile")
+}
+
+// withoutPath is an error's text without the socket's path, which package net puts into it.
+func withoutPath(err error) string {
+	text := err.Error()
+	var op *net.OpError
+	if errors.As(err, &op) {
+		text = strings.Replace(text, op.Error(), op.Err.Error(), 1)
+	}
+	return text
+}
+
 // noAnswer is the CNI error for a call of the agent that brought no usable answer. Everything that
 // passes by itself, once an agent of the right version runs, is code 11.
 func noAnswer(conf config, req podevent.Request, err error) error {
-	code, cause := podevent.CodeTryAgain, err.Error()
+	code, cause := podevent.CodeTryAgain, withoutPath(err)
 	var details string
 	var versionErr *podevent.VersionError
 	switch {

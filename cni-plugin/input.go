@@ -39,7 +39,7 @@ func parsePod(args string) (podevent.Pod, error) {
 		}
 		*target = value
 	}
-	return pod, errors.Join(errs...)
+	return pod, joined(errs...)
 }
 
 // needPod is for ADD, where the pod decides.
@@ -152,7 +152,7 @@ func openNetns(path string) (*os.File, error) {
 		return nil, err
 	}
 	if err := checkNetns(file); err != nil {
-		return nil, errors.Join(fmt.Errorf("%q %w", path, err), file.Close())
+		return nil, joined(fmt.Errorf("%q %w", path, err), file.Close())
 	}
 	return file, nil
 }

@@ -108,7 +108,7 @@ func del(args *skel.CmdArgs) error {
 	}
 	reply, err := call(conf, min(conf.timeout, delTimeout), req, netns)
 	logger(conf).Debug("told the agent", "pod", pod.String(), "uid", pod.UID, "netns", args.Netns,
-		"result", reply.Result, "reason", reply.Reason, "err", errors.Join(confErr, podErr, netnsErr, err))
+		"result", reply.Result, "reason", reply.Reason, "err", joined(confErr, podErr, netnsErr, err))
 	return nil
 }
 
@@ -161,11 +161,7 @@ func status(args *skel.CmdArgs) error {
 	req := podevent.Request{Command: podevent.CommandStatus, Network: conf.name}
 	_, err = call(conf, min(conf.timeout, statusTimeout), req, nil)
 	logger(conf).Debug("asked the agent", "err", err)
-	if errors.Is(err, podevent.ErrUnavailable) {
-		return types.NewError(podevent.CodePluginNotAvailable, fmt.Sprintf("strictStatus: %s: %v", conf.socket, err),
-			"pods of the mesh cannot start on this node until ambientd runs; remove strictStatus to keep the node Ready meanwhile")
-	}
-	return err
+	return strictly(err)
 }
 
 // call asks the agent. The error, if any, is one for the runtime; that the agent does not answer can

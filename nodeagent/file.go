@@ -12,6 +12,7 @@ import (
 	"io"
 	"maps"
 	"os"
+	"reflect"
 	"slices"
 	"strings"
 
@@ -103,12 +104,53 @@ func (s *settings) setKey(key string, value json.RawMessage) error {
 
 func (s *settings) setSelectors(value json.RawMessage) error {
 	var specs []workload.SelectorSpec
-	strictErrs, err := strictjson.UnmarshalStrict(value, &specs)
-	if err := errors.Join(append(strictErrs, err)...); err != nil {
-		return fmt.Errorf("key %s: %w", keySelectors, err)
+	errs, err := strictjson.UnmarshalStrict(value, &specs)
+	if err != nil {
+		errs = append(errs, inOurWords(err))
+	}
+	if len(errs) > 0 {
+		return fmt.Errorf("key %s: %w", keySelectors, sentence(errs))
 	}
 	s.cfg.Selectors = specs
 	return nil
+}
+
+// sentence makes one error of several, in one line.
+func sentence(errs []error) error {
+	joined := errs[0]
+	for _, err := range errs[1:] {
+		joined = fmt.Errorf("%w; %w", joined, err)
+	}
+	return joined
+}
+
+// inOurWords says what is expected where package json names Go's type.
+func inOurWords(err error) error {
+	mismatch, ok := errors.AsType[*json.UnmarshalTypeError](err)
+	if !ok {
+		return err
+	}
+	found, _, _ := strings.Cut(mismatch.Value, " ") // "number 5"
+	text := fmt.Sprintf("expected %s, found %s", kindInYAML(mismatch.Type), map[string]string{
+		"array": "a list", "object": "keys with values", "string": "a string", "number": "a number", "bool": "a boolean",
+	}[found])
+	if mismatch.Field == "" {
+		return errors.New(text)
+	}
+	return fmt.Errorf("%s: %s", mismatch.Field, text)
+}
+
+// kindInYAML names what is decoded into a Go type.
+func kindInYAML(t reflect.Type) string {
+	switch t.Kind() {
+	case reflect.Slice:
+		return "a list"
+	case reflect.Struct, reflect.Map:
+		return "keys with values"
+	case reflect.String:
+		return "a string"
+	}
+	return "another kind of value"
 }
 
 // suggestion is for keys that differ in case, or were written as the flag.
@@ -144,10 +186,10 @@ func set(target flag.Value, value json.RawMessage) error {
 			return errors.New("must be a single value")
 		}
 		texts := make([]string, 0, len(v))
-		for _, item := range v {
+		for i, item := range v {
 			text, ok := item.(string)
 			if !ok {
-				return fmt.Errorf("item %v must be a string", item)
+				return fmt.Errorf("item %d must be a string", i+1)
 			}
 			texts = append(texts, text)
 		}

@@ -74,7 +74,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return withdraw(ctx, rest, stdout)
 	case "enrol":
 		return enrol(ctx, rest, stdout)
-	case "version", "--version", "-version":
+	case "version", "--version", "-version", "-v":
 		return write(stdout, fmt.Sprintf("ambientd %s (%s, %s/%s)\n", buildVersion(), runtime.Version(), runtime.GOOS, runtime.GOARCH))
 	case "help", "--help", "-help", "-h":
 		if len(rest) == 0 {
@@ -90,7 +90,7 @@ const overview = `ambientd is the node agent of an ambient mesh.
 
 Usage: ambientd COMMAND [FLAGS]
 
-  run       run the agent until SIGINT or SIGTERM; pods stay in the mesh
+  run       run the agent until SIGINT or SIGTERM; packet rules of enrolled pods stay, so that they fail closed
   status    show what the running agent has enrolled
   verify    compare pods with the kernel, and put right what differs
   withdraw  take pods out of the mesh, to stay out

@@ -38,6 +38,9 @@ func verify(ctx context.Context, args []string, stdout io.Writer) error {
 	if err != nil {
 		return err
 	}
+	if err := c.check(); err != nil {
+		return err
+	}
 	ctx, cancel := c.bound(ctx)
 	defer cancel()
 	result, err := admin.Verify(ctx, c.socket(), admin.VerifyRequest{Pods: pods, Probes: bool(probes)})
@@ -105,6 +108,9 @@ func operate(ctx context.Context, args []string, stdout io.Writer, o operation) 
 	selection := admin.Selection{All: bool(all), Pods: pods}
 	if selection.Validate() != nil {
 		return &usageError{err: errors.New("either name pods or give --all"), help: "ambientd " + o.name + " --help"}
+	}
+	if err := c.check(); err != nil {
+		return err
 	}
 	ctx, cancel := c.bound(ctx)
 	defer cancel()

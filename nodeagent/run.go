@@ -19,7 +19,7 @@ import (
 
 const runUsage = `Usage: ambientd run [FLAGS]
 
-Runs the node agent until SIGINT or SIGTERM. Packet rules of enrolled pods stay in place when it ends.
+Runs the node agent until SIGINT or SIGTERM, as root. Packet rules of enrolled pods stay in place when it ends, so that they fail closed.
 
 A DURATION is written as 700ms, 15s or 24h, a LIST with commas between its items; PATH and DIR are absolute.
 `
@@ -44,12 +44,24 @@ func runAgent(ctx context.Context, args []string, stdout, stderr io.Writer) erro
 	if err != nil {
 		return err
 	}
+	if err := requireRoot(os.Geteuid()); err != nil {
+		return err
+	}
 	// Whoever reads the log may go before the agent does. A write to a pipe that is closed then fails;
 	// without this it would end the process (package os/signal, "SIGPIPE").
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
 	cfg.Version = buildVersion()
 	cfg.Logger = newLogger(cfg, stderr)
 	return agent.Run(ctx, cfg)
+}
+
+// requireRoot returns an error unless euid is root's: without, the agent could not
+// make its first directory. Root of a user namespace is root for it.
+func requireRoot(euid int) error {
+	if euid == 0 {
+		return nil
+	}
+	return fmt.Errorf("the agent must be run as root, or in a user namespace where it is root; here its effective user ID is %d", euid)
 }
 
 // configure makes the configuration of args: flags, over the file that they may

@@ -9,6 +9,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"path/filepath"
 	"time"
 
 	"ambientd/nodeagent/admin"
@@ -23,6 +24,9 @@ func showStatus(ctx context.Context, args []string, stdout io.Writer) error {
 	err := parse(c.flags.set, args, stdout, c.help("Usage: ambientd status [FLAGS]\n\nShows what the agent on this machine has enrolled. Only root may ask.\n"))
 	if errors.Is(err, flag.ErrHelp) {
 		return nil
+	}
+	if err == nil {
+		err = c.check()
 	}
 	if err != nil {
 		return err
@@ -41,13 +45,14 @@ func showStatus(ctx context.Context, args []string, stdout io.Writer) error {
 
 // client is what commands have in common that ask the running agent.
 type client struct {
+	command string
 	flags   *flags
 	cfg     agent.Config // of which the socket's path counts
 	timeout duration
 }
 
 func newClient(command string, timeout time.Duration) *client {
-	c := &client{flags: newFlags(command), cfg: agent.Default(), timeout: duration(timeout)}
+	c := &client{command: command, flags: newFlags(command), cfg: agent.Default(), timeout: duration(timeout)}
 	c.flags.group("Flags")
 	c.flags.add((*text)(&c.cfg.RunDir), "run-dir DIR", "what the agent was started with")
 	c.flags.addDerived((*text)(&c.cfg.AdminSocket), "admin-socket PATH", "unix socket of the agent (default <run-dir>/private/admin.sock)")
@@ -71,6 +76,27 @@ func writeJSON(stdout io.Writer, value any) error {
 	encoder.SetIndent("", "  ")
 	if err := encoder.Encode(value); err != nil {
 		return fmt.Errorf("printing the answer: %w", err)
+	}
+	return nil
+}
+
+// minTimeout leaves time for an answer at all.
+const minTimeout = time.Millisecond
+
+// check returns everything that is wrong with the values of the flags.
+func (c *client) check() error {
+	var errs []error
+	if !filepath.IsAbs(c.cfg.RunDir) {
+		errs = append(errs, fmt.Errorf("--run-dir %s: must be an absolute path", c.cfg.RunDir))
+	}
+	if c.cfg.AdminSocket != "" && !filepath.IsAbs(c.cfg.AdminSocket) {
+		errs = append(errs, fmt.Errorf("--admin-socket %s: must be an absolute path", c.cfg.AdminSocket))
+	}
+	if timeout := time.Duration(c.timeout); timeout < minTimeout {
+		errs = append(errs, fmt.Errorf("--timeout %s: must be at least %s", timeout, minTimeout))
+	}
+	if len(errs) > 0 {
+		return &usageError{err: sentence(errs), help: "ambientd " + c.command + " --help"}
 	}
 	return nil
 }

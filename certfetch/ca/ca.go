@@ -136,7 +136,7 @@ func (a *Authority) Issue(ctx context.Context, id spiffeid.ID, csrDER []byte, tt
 		return certfetch.Issued{}, fmt.Errorf("signing for %s: %w: %w", id, certfetch.ErrDenied, err)
 	}
 	a.cfg.Logger.LogAttrs(ctx, slog.LevelInfo, "certificate signed", slog.String("identity", id.String()),
-		slog.String("serial", leaf.SerialNumber.Text(16)), slog.Time("not_after", leaf.NotAfter))
+		slog.String("serial", serialText(leaf.SerialNumber)), slog.Time("not_after", leaf.NotAfter))
 	return certfetch.Issued{Chain: []*x509.Certificate{leaf}, Roots: []*x509.Certificate{a.root}}, nil
 }
 

@@ -12,6 +12,7 @@ import (
 	"crypto/x509"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net/url"
 	"strings"
@@ -137,9 +138,9 @@ func TestLeafHasTheIdentityAndNothingElse(t *testing.T) {
 		}
 		lines := logLines(t, log)
 		if len(lines) != 1 || lines[0]["msg"] != "certificate signed" || lines[0]["level"] != "INFO" ||
-			lines[0]["identity"] != workload || lines[0]["serial"] != leaf.SerialNumber.Text(16) ||
+			lines[0]["identity"] != workload || lines[0]["serial"] != fmt.Sprintf("%032x", leaf.SerialNumber) ||
 			lines[0]["not_after"] != leaf.NotAfter.Format(time.RFC3339) {
-			t.Errorf("logged %v, want one line for serial %x", lines, leaf.SerialNumber)
+			t.Errorf("logged %v, want one line for serial %032x", lines, leaf.SerialNumber)
 		}
 	}
 }

@@ -58,6 +58,12 @@ const (
 	serialBits = 128
 )
 
+// serialText is a leaf's serial number as other tools print its bytes: in hexadecimal, two digits
+// for each, leading zeros too.
+func serialText(serial *big.Int) string {
+	return fmt.Sprintf("%0*x", serialBits/4, serial)
+}
+
 // newLeafPattern has crypto/x509 make a leaf for a placeholder of a name, and takes it apart.
 func newLeafPattern(root *x509.Certificate, key *ecdsa.PrivateKey, td spiffeid.TrustDomain) (leafPattern, error) {
 	placeholder, err := spiffeid.New(td, "pattern", "pattern")

@@ -107,3 +107,20 @@ func BenchmarkLeaf(b *testing.B) {
 		}
 	})
 }
+
+func TestSerialTextHasAFixedWidth(t *testing.T) {
+	for _, test := range []struct{ serial, want string }{
+		{"1", "00000000000000000000000000000001"},
+		{"5a68e4cff8155157884185648849ad", "005a68e4cff8155157884185648849ad"},
+		{"f5a68e4cff8155157884185648849ad", "0f5a68e4cff8155157884185648849ad"},
+		{"ffffffffffffffffffffffffffffffff", "ffffffffffffffffffffffffffffffff"},
+	} {
+		serial, ok := new(big.Int).SetString(test.serial, 16)
+		if !ok {
+			t.Fatalf("%s is no number", test.serial)
+		}
+		if got := serialText(serial); got != test.want {
+			t.Errorf("%s is shown as %s, want %s", test.serial, got, test.want)
+		}
+	}
+}

@@ -18,6 +18,7 @@ import (
 	"ambientd/certfetch"
 	"ambientd/certfetch/ca"
 	"ambientd/certfetch/spiffeid"
+	"ambientd/cni-plugin/podevent"
 	"ambientd/iptables/backend"
 	"ambientd/iptables/iptables"
 	"ambientd/iptables/redirection"
@@ -41,14 +42,14 @@ const (
 // Validate returns everything that is wrong with c, one line each, by the name
 // of the flag.
 func (c Config) Validate() error {
-	_, policyErr := c.policy()
 	_, trustErr := spiffeid.ParseTrustDomain(c.TrustDomain)
 	return errors.Join(
 		c.checkNode(),
 		c.checkPaths(),
 		c.checkChoices(),
 		setting("trust-domain", c.TrustDomain, trustErr),
-		policyErr,
+		c.checkPods(),
+		c.checkProbeSources(),
 		c.checkRedirection(),
 		c.checkCertificates(),
 		c.checkTimeouts(),
@@ -61,6 +62,14 @@ func setting(flag string, value any, err error) error {
 		return nil
 	}
 	return fmt.Errorf("--%s %v: %w", flag, value, err)
+}
+
+// named is setting for an error that has the value in it.
+func named(flag string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("--%s: %w", flag, err)
 }
 
 func (c Config) checkNode() error {
@@ -154,7 +163,7 @@ func oneOf(flag, value string, supported ...string) error {
 	return fmt.Errorf("--%s %q is not supported; supported: %s", flag, value, strings.Join(supported, ", "))
 }
 
-// checkRedirection leaves out what checkChoices reports.
+// checkRedirection leaves out what checkChoices and checkProbeSources report.
 func (c Config) checkRedirection() error {
 	var errs []error
 	for _, name := range c.AllowedPodOptions {
@@ -163,9 +172,7 @@ func (c Config) checkRedirection() error {
 	if c.AuditInterval < minAuditInterval || c.AuditInterval > maxAuditInterval {
 		errs = append(errs, setting("audit-interval", c.AuditInterval, fmt.Errorf("must be %s to %s", minAuditInterval, maxAuditInterval)))
 	}
-	opts := c.redirectionOptions()
-	opts.IPv6Uncaptured = redirection.UncapturedDrop
-	return errors.Join(append(errs, opts.Validate())...)
+	return errors.Join(errs...)
 }
 
 // Level returns the log level that LogLevel names, or info.
@@ -231,14 +238,40 @@ func (c Config) checkTimeouts() error {
 	return errors.Join(errs...)
 }
 
-// policy says which pods belong in the mesh.
-func (c Config) policy() (workload.Policy, error) {
+// checkPods checks what the policy is made of, part by part, so that each error
+// names where the part is from.
+func (c Config) checkPods() error {
+	var together error
+	if len(c.OwnPods) > 0 && c.AgentNamespace == "" {
+		together = errors.New("--own-pods needs --agent-namespace, in which the patterns hold")
+	}
+	_, selectorsErr := c.selectors()
+	return errors.Join(
+		named("exclude-namespaces", workload.Policy{ExcludeNamespaces: c.ExcludeNamespaces}.Validate()),
+		named("agent-namespace", workload.Policy{AgentNamespace: c.AgentNamespace}.Validate()),
+		named("own-pods", workload.Policy{OwnPods: c.OwnPods, AgentNamespace: podevent.DefaultAgentNamespace}.Validate()),
+		together,
+		selectorsErr,
+	)
+}
+
+// selectors are those of the key of that name, which has no flag.
+func (c Config) selectors() ([]workload.Selector, error) {
 	selectors, err := workload.ParseSelectors(c.Selectors)
 	if err != nil {
-		return workload.Policy{}, err
+		return nil, fmt.Errorf("key selectors: %w", err)
 	}
 	if len(selectors) == 0 {
-		return workload.Policy{}, errors.New("selectors: none is given, so that no pod would ever be in the mesh")
+		return nil, errors.New("key selectors: none is given, so that no pod would ever be in the mesh")
+	}
+	return selectors, nil
+}
+
+// policy says which pods belong in the mesh.
+func (c Config) policy() (workload.Policy, error) {
+	selectors, err := c.selectors()
+	if err != nil {
+		return workload.Policy{}, err
 	}
 	p := workload.Policy{
 		ExcludeNamespaces: c.ExcludeNamespaces,
@@ -247,6 +280,15 @@ func (c Config) policy() (workload.Policy, error) {
 		Selectors:         selectors,
 	}
 	return p, p.Validate()
+}
+
+// checkProbeSources checks each by itself, so that the error names its flag. The
+// other options cannot be wrong.
+func (c Config) checkProbeSources() error {
+	only4, only6 := redirection.DefaultOptions(), redirection.DefaultOptions()
+	only4.ProbeSourceIPv4 = c.ProbeSourceIPv4
+	only6.ProbeSourceIPv6, only6.IPv6 = c.ProbeSourceIPv6, c.IPv6
+	return errors.Join(named("probe-source-ipv4", only4.Validate()), named("probe-source-ipv6", only6.Validate()))
 }
 
 // redirectionOptions are those of a pod that sets none itself.

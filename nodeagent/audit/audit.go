@@ -98,6 +98,7 @@ type Auditor struct {
 	cfg     Config
 	results results
 	slots   chan struct{} // holds a token for each audit at work
+	host    chan struct{} // holds one while the host is audited: two would both report one repair
 }
 
 // New returns an Auditor that has looked at nothing yet.
@@ -105,7 +106,7 @@ func New(cfg Config) (*Auditor, error) {
 	if err := cfg.validate(); err != nil {
 		return nil, err
 	}
-	return &Auditor{cfg: cfg, results: results{pods: map[string]*result{}}, slots: make(chan struct{}, atOnce)}, nil
+	return &Auditor{cfg: cfg, results: results{pods: map[string]*result{}}, slots: make(chan struct{}, atOnce), host: make(chan struct{}, 1)}, nil
 }
 
 // Pods audits pods at once, all that are enrolled if none is named, and returns what
@@ -178,6 +179,12 @@ func (a *Auditor) auditHost(ctx context.Context) ([]string, error) {
 		return nil, err
 	}
 	defer end()
+	select {
+	case a.host <- struct{}{}:
+		defer func() { <-a.host }()
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
 	ctx, cancel := context.WithTimeout(ctx, auditTimeout)
 	defer cancel()
 	o := outcome{subject: "host", parts: []string{"host probes"}, started: time.Now()}

@@ -152,7 +152,7 @@ func twoPodsOneIdentity(ctx context.Context, st *stage) (string, error) {
 		return "", err
 	}
 	if before.SerialNumber.Cmp(after.SerialNumber) != 0 {
-		return "", fmt.Errorf("the certificate has changed from serial %x to %x", before.SerialNumber, after.SerialNumber)
+		return "", fmt.Errorf("the certificate has changed from serial %032x to %032x", before.SerialNumber, after.SerialNumber)
 	}
 	i := slices.IndexFunc(st.client2.statusWhenAdded.Identities, func(s admin.IdentityStatus) bool { return s.ID == identity })
 	if i < 0 || st.client2.statusWhenAdded.Identities[i].Pods != 2 {
@@ -164,7 +164,7 @@ func twoPodsOneIdentity(ctx context.Context, st *stage) (string, error) {
 	if lines := st.signingLog(identity); len(lines) != 1 {
 		return "", fmt.Errorf("the CA has seen %d CSRs for %s, want 1", len(lines), identity)
 	}
-	return fmt.Sprintf("%s and %s share %s, serial %x: 1 CSR", st.client, st.client2, identity, after.SerialNumber), nil
+	return fmt.Sprintf("%s and %s share %s, serial %032x: 1 CSR", st.client, st.client2, identity, after.SerialNumber), nil
 }
 
 // wholeOrNothing: a pod that the proxy refuses fails to start, and nothing of it stays.

@@ -81,7 +81,7 @@ func leafOf(response *discoveryv3.DiscoveryResponse, identity string) (*x509.Cer
 func expectRefusal(ctx context.Context, socket, identity string) error {
 	leaf, err := fetchSVID(ctx, socket, identity)
 	if err == nil {
-		return fmt.Errorf("SDS gave a certificate for %s, serial %x", identity, leaf.SerialNumber)
+		return fmt.Errorf("SDS gave a certificate for %s, serial %032x", identity, leaf.SerialNumber)
 	}
 	var grpcErr interface{ GRPCStatus() *status.Status }
 	if !errors.As(err, &grpcErr) || grpcErr.GRPCStatus().Code() != codes.PermissionDenied {

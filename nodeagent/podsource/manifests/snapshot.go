@@ -92,6 +92,9 @@ func loadFile(dir, name string, old *file) *file {
 	}
 	f := &file{name: name, stamp: stamp, settled: settled}
 	f.objects, f.err = readFile(path)
+	if _, ok := errors.AsType[*fs.PathError](f.err); ok {
+		f.settled = false // not what it holds is wrong: it is read again, changed or not
+	}
 	return f
 }
 

@@ -41,6 +41,36 @@ func TestReadingNeverWaits(t *testing.T) {
 	}
 }
 
+// A file that could not be opened, because the process had too many open, is read
+// again when that has passed, though it has not changed.
+func TestPassingErrorsPass(t *testing.T) {
+	dir := t.TempDir()
+	// A file that was there long before, so that its stamp is believed.
+	if err := os.Symlink("/etc/passwd", filepath.Join(dir, "a.yaml")); err != nil {
+		t.Fatal(err)
+	}
+	if f := loadFile(dir, "a.yaml", nil); f.err == nil || errors.Is(f.err, unix.EMFILE) {
+		t.Fatalf("error %v, want one about the content", f.err)
+	}
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Max: limit.Max}); err != nil {
+		t.Fatal(err)
+	}
+	f := loadFile(dir, "a.yaml", nil)
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		t.Fatal(err)
+	}
+	if !errors.Is(f.err, unix.EMFILE) {
+		t.Fatalf("error %v, want EMFILE", f.err)
+	}
+	if again := loadFile(dir, "a.yaml", f); errors.Is(again.err, unix.EMFILE) {
+		t.Errorf("the error stays: %v", again.err)
+	}
+}
+
 // While the directory cannot be read, because its file system hangs, a Lookup ends
 // with its context.
 func TestLookupEndsWithItsContext(t *testing.T) {
