@@ -166,28 +166,6 @@ func TestOwnAddresses(t *testing.T) {
 	}
 }
 
-// TestConnectNothingTentative: the kernel's own link-local addresses are usable at
-// once, too.
-func TestConnectNothingTentative(t *testing.T) {
-	a, b := netnstest.New(t), netnstest.New(t)
-	netnstest.Connect(t, netnstest.Port{NS: a, Name: "eth0"}, netnstest.Port{NS: b, Name: "eth0"})
-	for _, ns := range []*netnstest.NS{a, b} {
-		ns.Do(t, func() error {
-			link, err := netlink.LinkByName("eth0")
-			if err != nil {
-				return err
-			}
-			addrs, err := netlink.AddrList(link, netlink.FAMILY_V6)
-			for _, addr := range addrs {
-				if addr.Flags&unix.IFA_F_TENTATIVE != 0 {
-					t.Errorf("%s is tentative", addr)
-				}
-			}
-			return err
-		})
-	}
-}
-
 func roundTripTCP(t *testing.T, a, b *netnstest.NS, server netip.Addr) {
 	l := a.ListenTCP(t, netip.AddrPortFrom(server, 0), netnstest.Mark(0x7))
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
