@@ -289,7 +289,7 @@ func TestAudit(t *testing.T) {
 	}
 	must(t, r.rules.Remove(t.Context(), ns.Runner()))
 	f, ok := r.Audit(t.Context(), pod.UID)
-	if !ok || f.Err != nil || len(f.Differences) == 0 {
+	if !ok || f.Err != nil || len(f.Differences) == 0 || len(f.Parts) != 1 || f.Parts[0] != "redirection" {
 		t.Errorf("without its rules: %+v, %t", f, ok)
 	}
 	r.assertRules(t, ns)
