@@ -50,7 +50,7 @@ func readStatus(socket *rawnetlink.Socket, table string) (status, error) {
 
 func statusRequest(table string) []byte {
 	b := rawnetlink.AppendMessage(make([]byte, 0, 64), rawnetlink.Message{
-		Type: messageType(unix.NFT_MSG_GETTABLE), Flags: unix.NLM_F_REQUEST, Payload: ofTable(table, unix.NFTA_TABLE_NAME),
+		Type: messageType(unix.NFT_MSG_GETTABLE), Flags: unix.NLM_F_REQUEST, Payload: ofTable(table),
 	})
 	return rawnetlink.AppendMessage(b, rawnetlink.Message{
 		Type: messageType(unix.NFT_MSG_GETGEN), Flags: unix.NLM_F_REQUEST,
