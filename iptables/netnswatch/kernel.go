@@ -72,7 +72,7 @@ func (w *Watcher) receive(ctx context.Context, file *os.File) error {
 		})
 		switch {
 		case ctx.Err() != nil:
-			return nil
+			return nil //nolint:nilerr // closing the file is what ended the read
 		case err != nil:
 			return fmt.Errorf("reading notifications: %w", err)
 		case errors.Is(readErr, unix.ENOBUFS):

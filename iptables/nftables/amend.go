@@ -100,7 +100,7 @@ func insertRule(add change, before uint64) change {
 }
 
 func deleteRule(chain, comment string, handle uint64) change {
-	payload := appendText(ofTable(redirection.NFTablesTable, unix.NFTA_RULE_TABLE), unix.NFTA_RULE_CHAIN, chain)
+	payload := appendText(ofTable(redirection.NFTablesTable), unix.NFTA_RULE_CHAIN, chain)
 	return change{
 		message: unix.NFT_MSG_DELRULE, payload: rawnetlink.AppendAttribute(payload, handleAttribute(unix.NFTA_RULE_HANDLE, handle)),
 		what: fmt.Sprintf("deleting %s from chain %s", comment, chain),
@@ -109,8 +109,8 @@ func deleteRule(chain, comment string, handle uint64) change {
 
 // removeChain returns the changes that delete a chain with its rules. No others lead to it.
 func removeChain(name string) []change {
-	rules := appendText(ofTable(redirection.NFTablesTable, unix.NFTA_RULE_TABLE), unix.NFTA_RULE_CHAIN, name)
-	itself := appendText(ofTable(redirection.NFTablesTable, unix.NFTA_CHAIN_TABLE), unix.NFTA_CHAIN_NAME, name)
+	rules := appendText(ofTable(redirection.NFTablesTable), unix.NFTA_RULE_CHAIN, name)
+	itself := appendText(ofTable(redirection.NFTablesTable), unix.NFTA_CHAIN_NAME, name)
 	return []change{
 		{message: unix.NFT_MSG_DELRULE, payload: rules, what: "emptying chain " + name},
 		{message: unix.NFT_MSG_DELCHAIN, payload: itself, what: "deleting chain " + name},

@@ -110,16 +110,29 @@ func (b *Backend) change(c *conn, opts redirection.Options, known sighting) (red
 	return families, nil
 }
 
-// install makes the namespace hold the rule set, unless it is known to, and returns what it held then.
+// install makes the namespace hold the rule set, and returns what it held then. Where it is known what it holds, that is
+// nothing to do, or only what differs is changed.
 func (b *Backend) install(c *conn, set *ruleSet, known sighting) (sighting, error) {
+	if known.set != nil {
+		now, err := readGeneration(c.packet)
+		switch {
+		case err != nil:
+			return sighting{}, err
+		case now == known.generation && set == known.set:
+			return known, nil
+		case now == known.generation && known.handles != nil:
+			after, err := set.amend(c.packet, known)
+			if !errors.Is(err, unix.ERESTART) && !errors.Is(err, unix.ENOENT) {
+				return after, err
+			}
+			// Something changed meanwhile: it is no longer known.
+		}
+	}
 	before, err := readStatus(c.packet, redirection.NFTablesTable)
 	if err != nil {
 		return sighting{}, err
 	}
-	if known.set == set && known.generation == before.generation {
-		return known, nil
-	}
-	return set.install(c.packet, before, known)
+	return set.install(c.packet, before)
 }
 
 // note remembers what a namespace holds, as far as that is certain: the kernel has said which generation it is, and has

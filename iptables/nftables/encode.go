@@ -92,13 +92,13 @@ func replaceTable(table string) []change {
 func addTable(table string, flags uint16) change {
 	return change{
 		message: unix.NFT_MSG_NEWTABLE, flags: unix.NLM_F_CREATE | flags,
-		payload: ofTable(table, unix.NFTA_TABLE_NAME), what: "adding table inet " + table,
+		payload: ofTable(table), what: "adding table inet " + table,
 	}
 }
 
 func deleteTable(table string) change {
 	return change{
-		message: unix.NFT_MSG_DELTABLE, payload: ofTable(table, unix.NFTA_TABLE_NAME), what: "deleting table inet " + table,
+		message: unix.NFT_MSG_DELTABLE, payload: ofTable(table), what: "deleting table inet " + table,
 	}
 }
 
@@ -113,7 +113,7 @@ type hook struct {
 func addChain(table, name string, h hook) change {
 	at := rawnetlink.AppendAttribute(nil, number(unix.NFTA_HOOK_HOOKNUM, h.number))
 	at = rawnetlink.AppendAttribute(at, number(unix.NFTA_HOOK_PRIORITY, uint32(h.priority)))
-	payload := appendText(ofTable(table, unix.NFTA_CHAIN_TABLE), unix.NFTA_CHAIN_NAME, name)
+	payload := appendText(ofTable(table), unix.NFTA_CHAIN_NAME, name)
 	payload = appendNested(payload, unix.NFTA_CHAIN_HOOK, at)
 	payload = rawnetlink.AppendAttribute(payload, number(unix.NFTA_CHAIN_POLICY, verdictAccept))
 	payload = appendText(payload, unix.NFTA_CHAIN_TYPE, h.kind)
@@ -123,7 +123,7 @@ func addChain(table, name string, h hook) change {
 // addRule appends a rule to a chain. The comment is for whoever lists it, and says in errors which rule it is: the
 // kernel's own name for it is a number that it gives later.
 func addRule(table, chain, comment string, expressions []expression) change {
-	payload := appendText(ofTable(table, unix.NFTA_RULE_TABLE), unix.NFTA_RULE_CHAIN, chain)
+	payload := appendText(ofTable(table), unix.NFTA_RULE_CHAIN, chain)
 	payload = appendNested(payload, unix.NFTA_RULE_EXPRESSIONS, expressionList(expressions))
 	payload = rawnetlink.AppendAttribute(payload, rawnetlink.Attribute{Type: unix.NFTA_RULE_USERDATA, Data: userComment(comment)})
 	return change{
@@ -132,9 +132,10 @@ func addRule(table, chain, comment string, expressions []expression) change {
 	}
 }
 
-// ofTable returns the beginning of a payload about a table of family inet, whose name is the attribute given.
-func ofTable(name string, attribute uint16) []byte {
-	return appendText([]byte{unix.NFPROTO_INET, unix.NFNETLINK_V0, 0, 0}, attribute, name)
+// ofTable returns the beginning of a payload about a table of family inet, or something in it: the table's name is the
+// first attribute of tables, chains, rules, sets and lists of elements.
+func ofTable(name string) []byte {
+	return appendText([]byte{unix.NFPROTO_INET, unix.NFNETLINK_V0, 0, 0}, unix.NFTA_TABLE_NAME, name)
 }
 
 // appendText appends a string attribute, with the terminating zero that the kernel expects.

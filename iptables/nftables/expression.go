@@ -50,18 +50,18 @@ func setMeta(key uint32) expression {
 	return newExpression("meta", number(unix.NFTA_META_KEY, key), number(unix.NFTA_META_SREG, register))
 }
 
-// loadConntrack loads a property of the packet's connection (enum nft_ct_keys).
-func loadConntrack(key uint32) expression {
-	return newExpression("ct", number(unix.NFTA_CT_KEY, key), number(unix.NFTA_CT_DREG, register))
+// loadConnMark loads the mark of the packet's connection.
+func loadConnMark() expression {
+	return newExpression("ct", number(unix.NFTA_CT_KEY, unix.NFT_CT_MARK), number(unix.NFTA_CT_DREG, register))
 }
 
-// loadOriginal loads one of the connection's original direction.
+// loadOriginal loads a property of the connection's original direction (enum nft_ct_keys).
 func loadOriginal(key uint32) expression {
 	return newExpression("ct", number(unix.NFTA_CT_KEY, key), number(unix.NFTA_CT_DREG, register),
 		rawnetlink.Attribute{Type: unix.NFTA_CT_DIRECTION, Data: []byte{0}}) // IP_CT_DIR_ORIGINAL
 }
 
-// setConntrack sets one.
+// setConntrack sets a property of the packet's connection.
 func setConntrack(key uint32) expression {
 	return newExpression("ct", number(unix.NFTA_CT_KEY, key), number(unix.NFTA_CT_SREG, register))
 }

@@ -4,6 +4,7 @@ package nftables
 
 import (
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -52,13 +53,27 @@ func arrange(rules []redirection.Rule) []chainLines {
 // accepts may as well accept packets that no line after it redirects; and a condition that all redirections from some
 // line on have can be one line there, which accepts what does not meet it.
 func shorten(lines []line) []line {
-	lines = relaxed(advanced(trimmed(lines)))
+	lines = relaxed(advanced(trimmed(possible(lines))))
 	for _, c := range []exemption{loopbackExemption(), proxyExemption()} {
 		if factored := c.factor(lines); factored != nil && cost(factored) < cost(lines) {
 			lines = factored
 		}
 	}
 	return lines
+}
+
+// possible returns the lines without the condition that what comes in is not for IPv6's loopback address. The kernel drops
+// such packets before any hook unless they come in by loopback (ip6_rcv_core, net/ipv6/ip6_input.c), and of those, NAT was
+// decided when they were sent. IPv4's it drops after.
+func possible(lines []line) []line {
+	loose := append([]line(nil), lines...)
+	for i := range loose {
+		l := &loose[i]
+		if l.Chain.Hook == redirection.Prerouting && l.Families == redirection.IPv6 && l.Match.Destination.Not {
+			l.Match.Destination = redirection.AddressMatch{}
+		}
+	}
+	return loose
 }
 
 // trimmed returns the lines up to the last that redirects: what is left alone after it would be anyway.
@@ -142,17 +157,20 @@ func proxyExemption() exemption {
 // factor returns the lines with the exemption as lines of its own before the first that has it, nil where that would mean
 // something else: where one after it redirects packets that are exempt from the first.
 func (c exemption) factor(lines []line) []line {
-	first := -1
-	for i, l := range lines {
-		if first < 0 && c.in(l.Match) {
-			first = i
-		}
-		if first >= 0 && !c.in(l.Match) && l.Verdict.Action != redirection.Accept {
-			return nil
-		}
-	}
+	first := slices.IndexFunc(lines, func(l line) bool { return c.in(l.Match) })
 	if first < 0 {
 		return nil
+	}
+	var families redirection.Families // that have it
+	for _, l := range lines[first:] {
+		if c.in(l.Match) {
+			families |= l.Families
+		}
+	}
+	for _, l := range lines[first:] {
+		if !c.in(l.Match) && l.Verdict.Action != redirection.Accept && l.Families&families != 0 {
+			return nil
+		}
 	}
 	factored := append([]line(nil), lines[:first]...)
 	factored = append(factored, c.lines(lines[first:])...)

@@ -132,6 +132,9 @@ func TestShorteningKeepsTheMeaning(t *testing.T) {
 			}
 			for range 5_000 {
 				p := randomPacket(random)
+				if chain.Hook == redirection.Prerouting && p.destination == netip.IPv6Loopback() {
+					continue // the kernel drops it before
+				}
 				if want, got := fate(p, rulesIn(plain)), fate(p, rulesIn(rendered)); got != want {
 					t.Fatalf("%s, %s: %+v: the rows say %q, their rendering %q", name, chain, p, want, got)
 				}

@@ -25,37 +25,53 @@ type status struct {
 
 // readStatus asks for the generation and for a table.
 func readStatus(socket *rawnetlink.Socket, table string) (status, error) {
-	answers, err := socket.Query(statusRequest(table), 2)
+	ofTable := rawnetlink.Message{Type: messageType(unix.NFT_MSG_GETTABLE), Flags: unix.NLM_F_REQUEST, Payload: ofTable(table)}
+	return ask(socket, ofTable, generationRequest())
+}
+
+// readGeneration asks for the generation alone.
+func readGeneration(socket *rawnetlink.Socket) (uint32, error) {
+	s, err := ask(socket, generationRequest())
+	return s.generation, err
+}
+
+func generationRequest() rawnetlink.Message {
+	return rawnetlink.Message{
+		Type: messageType(unix.NFT_MSG_GETGEN), Flags: unix.NLM_F_REQUEST, Payload: binary.BigEndian.AppendUint32(nil, 0), // no family
+	}
+}
+
+func ask(socket *rawnetlink.Socket, requests ...rawnetlink.Message) (status, error) {
+	all := make([]byte, 0, 128)
+	for _, request := range requests {
+		all = rawnetlink.AppendMessage(all, request)
+	}
+	answers, err := socket.Query(all, len(requests))
+	var s status
+	for err == nil && len(answers) > 0 {
+		var m rawnetlink.Message
+		if m, answers, err = rawnetlink.Next(answers); err == nil {
+			err = s.take(m)
+		}
+	}
 	if err != nil {
 		return status{}, fmt.Errorf("reading the generation of the packet rules: %w", err)
-	}
-	var s status
-	for len(answers) > 0 {
-		var m rawnetlink.Message
-		if m, answers, err = rawnetlink.Next(answers); err != nil {
-			return status{}, fmt.Errorf("reading the generation of the packet rules: %w", err)
-		}
-		switch err := m.Failure(); {
-		case errors.Is(err, unix.ENOENT): // there is no such table
-		case err != nil:
-			return status{}, fmt.Errorf("reading the generation of the packet rules: %w", err)
-		case m.Type == messageType(unix.NFT_MSG_NEWTABLE):
-			s.exists = true
-		case m.Type == messageType(unix.NFT_MSG_NEWGEN) && len(m.Payload) >= nfgenHeader:
-			s.generation = bigEndian(lookup(m.Payload[nfgenHeader:], unix.NFTA_GEN_ID))
-		}
 	}
 	return s, nil
 }
 
-func statusRequest(table string) []byte {
-	b := rawnetlink.AppendMessage(make([]byte, 0, 64), rawnetlink.Message{
-		Type: messageType(unix.NFT_MSG_GETTABLE), Flags: unix.NLM_F_REQUEST, Payload: ofTable(table, unix.NFTA_TABLE_NAME),
-	})
-	return rawnetlink.AppendMessage(b, rawnetlink.Message{
-		Type: messageType(unix.NFT_MSG_GETGEN), Flags: unix.NLM_F_REQUEST,
-		Payload: binary.BigEndian.AppendUint32(nil, 0), // no family
-	})
+// take takes up an answer.
+func (s *status) take(m rawnetlink.Message) error {
+	switch err := m.Failure(); {
+	case errors.Is(err, unix.ENOENT): // there is no such table
+	case err != nil:
+		return err
+	case m.Type == messageType(unix.NFT_MSG_NEWTABLE):
+		s.exists = true
+	case m.Type == messageType(unix.NFT_MSG_NEWGEN) && len(m.Payload) >= nfgenHeader:
+		s.generation = bigEndian(lookup(m.Payload[nfgenHeader:], unix.NFTA_GEN_ID))
+	}
+	return nil
 }
 
 // maxSightings bounds the memory of namespaces, some of which go without a word.

@@ -53,7 +53,7 @@ func rebuildHostChains(opts redirection.HostOptions, got *table) []change {
 			name = unix.NFTA_CHAIN_NAME
 		}
 		for _, c := range got.chains {
-			payload := appendText(ofTable(redirection.HostTable, unix.NFTA_CHAIN_TABLE), name, c.name)
+			payload := appendText(ofTable(redirection.HostTable), name, c.name)
 			changes = append(changes, change{message: message, payload: payload, what: "deleting chain " + c.name})
 		}
 	}
@@ -92,7 +92,7 @@ func addSet(rule redirection.HostRule, id uint32) change {
 	if rule.Family == redirection.IPv6 {
 		kind, length = typeIPv6Address, 16
 	}
-	payload := appendText(ofTable(redirection.HostTable, unix.NFTA_SET_TABLE), unix.NFTA_SET_NAME, rule.Set)
+	payload := appendText(ofTable(redirection.HostTable), unix.NFTA_SET_NAME, rule.Set)
 	var description []byte
 	if rule.Scope == redirection.ProbeScopeDeclared {
 		description = appendNested(nil, setDescConcat, slices.Concat(fieldOfLength(length), fieldOfLength(lengthOfService)))
@@ -277,7 +277,7 @@ func setOf(family redirection.Families) string {
 func setsRequest(table string) []byte {
 	return rawnetlink.AppendMessage(make([]byte, 0, 48), rawnetlink.Message{
 		Type: messageType(unix.NFT_MSG_GETSET), Flags: unix.NLM_F_REQUEST | unix.NLM_F_DUMP,
-		Payload: ofTable(table, unix.NFTA_SET_TABLE),
+		Payload: ofTable(table),
 	})
 }
 
@@ -291,5 +291,5 @@ func elementsRequest(set string) []byte {
 
 // ofSet returns the beginning of a payload about the elements of a set of the host's table.
 func ofSet(set string) []byte {
-	return appendText(ofTable(redirection.HostTable, unix.NFTA_SET_ELEM_LIST_TABLE), unix.NFTA_SET_ELEM_LIST_SET, set)
+	return appendText(ofTable(redirection.HostTable), unix.NFTA_SET_ELEM_LIST_SET, set)
 }

@@ -89,9 +89,8 @@ func (b *Backend) Generation(ctx context.Context, run redirection.Runner) (uint6
 		return 0, err
 	}
 	var generation uint32
-	err := b.packetRules(run, func(socket *rawnetlink.Socket) error {
-		s, err := readStatus(socket, redirection.NFTablesTable)
-		generation = s.generation
+	err := b.packetRules(run, func(socket *rawnetlink.Socket) (err error) {
+		generation, err = readGeneration(socket)
 		return err
 	})
 	if err != nil {
@@ -107,12 +106,23 @@ func (b *Backend) Remove(ctx context.Context, run redirection.Runner) error {
 	}
 	err := b.within(run, func(c *conn) error {
 		b.seen.forget(c.cookie)
+		// What there is of policy routing can be looked at while the table goes, and goes after it.
+		var state *policyroute.State
+		read := make(chan error, 1)
+		go func() {
+			var err error
+			state, err = c.route.Read()
+			read <- err
+		}()
 		// Each of the two is worth doing though the other failed.
 		err := commit(c.packet, b.removal)
 		if errors.Is(err, unix.ENOENT) {
 			err = nil
 		}
-		return errors.Join(err, removePolicyRouting(c.route))
+		if readErr := <-read; readErr != nil {
+			return errors.Join(err, readErr)
+		}
+		return errors.Join(err, c.route.Remove(state))
 	})
 	if err != nil {
 		return fmt.Errorf("removing redirection (nftables): %w", err)
@@ -120,33 +130,25 @@ func (b *Backend) Remove(ctx context.Context, run redirection.Runner) error {
 	return nil
 }
 
-func removePolicyRouting(route *policyroute.Conn) error {
-	state, err := route.Read()
-	if err != nil {
-		return err
-	}
-	return route.Remove(state)
-}
-
 // compare returns in what the namespace's packet rules differ from the rule set.
 func (b *Backend) compare(c *conn, set *ruleSet) ([]redirection.Difference, error) {
-	before, err := readStatus(c.packet, redirection.NFTablesTable)
+	before, err := readGeneration(c.packet)
 	if err != nil {
 		return nil, err
 	}
-	if b.seen.holds(c.cookie, before.generation, set) {
+	if b.seen.holds(c.cookie, before, set) {
 		return nil, nil
 	}
 	ofRules, found, err := set.compare(c.packet)
 	if err != nil || len(found) > 0 {
 		return found, err
 	}
-	after, err := readStatus(c.packet, redirection.NFTablesTable)
+	after, err := readGeneration(c.packet)
 	if err != nil {
 		return nil, err
 	}
-	if after.generation == before.generation {
-		b.seen.record(c.cookie, sighting{generation: after.generation, set: set, handles: ofRules})
+	if after == before {
+		b.seen.record(c.cookie, sighting{generation: after, set: set, handles: ofRules})
 		if set.isInitial(ofRules) {
 			b.counts.Store(true)
 		}

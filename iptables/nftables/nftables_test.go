@@ -294,7 +294,7 @@ func TestOtherOptionsAreDifferences(t *testing.T) {
 	p.apply(opts)
 	p.verify(opts)
 	opts.InboundBypass = true
-	p.verify(opts, "chain nat_prerouting: unexpected type nat hook prerouting priority -101 policy accept with 5 rules")
+	p.verify(opts, "chain nat_prerouting: unexpected type nat hook prerouting priority -101 policy accept with 4 rules")
 	opts = redirection.DefaultOptions()
 	opts.RerouteInterfaces = []string{"tap0"}
 	p.verify(opts, "rule of chain nat_prerouting: missing, want row 1, ipv4,ipv6: in tap0 tcp -> redirect to :15001")

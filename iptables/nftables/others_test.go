@@ -251,10 +251,10 @@ func (p *pod) saved(program string) string {
 	var lines []string
 	table := ""
 	for line := range strings.Lines(p.command("", program)) {
-		switch {
-		case line[0] == '*':
+		switch line[0] {
+		case '*':
 			table = strings.TrimSpace(line)
-		case line[0] == '-':
+		case '-':
 			if table != "" {
 				lines = append(lines, table)
 				table = ""

@@ -98,7 +98,7 @@ func renderRule(rule redirection.Rule) ([]expression, error) {
 		// What was loaded to be compared can be set as it is if the comparison leaves it alone.
 		rule.Match.ConnMark = redirection.MarkMatch{}
 		return append(renderMatch(rule),
-			loadConntrack(unix.NFT_CT_MARK),
+			loadConnMark(),
 			maskTo(otherRegister, nativeEndian(m.Mark.Mask), make([]byte, 4)),
 			compareIn(otherRegister, negation(m.Not).op(), nativeEndian(m.Mark.Value)),
 			setMeta(unix.NFT_META_MARK),
@@ -116,7 +116,7 @@ func renderMatch(rule redirection.Rule) []expression {
 	// connection's original direction. Loading them tells the families apart by itself, which a header's bytes do not.
 	tracked := rule.Chain.Table == redirection.NAT
 	addressed := m.Source.Prefix.IsValid() || m.Destination.Prefix.IsValid()
-	if rule.Families != redirection.DualStack && !(tracked && addressed) {
+	if rule.Families != redirection.DualStack && (!tracked || !addressed) {
 		// A table of family inet sees both.
 		e.compare(loadMeta(unix.NFT_META_NFPROTO), unix.NFT_CMP_EQ, []byte{protocolFamily(rule.Families)})
 	}
@@ -143,7 +143,7 @@ func renderMatch(rule redirection.Rule) []expression {
 			unix.NFT_CMP_EQ, []byte{m.ICMPType.First}, []byte{m.ICMPType.Last})
 	}
 	e.mark(loadMeta(unix.NFT_META_MARK), m.PacketMark)
-	e.mark(loadConntrack(unix.NFT_CT_MARK), m.ConnMark)
+	e.mark(loadConnMark(), m.ConnMark)
 	return e
 }
 
@@ -241,12 +241,12 @@ func renderVerdict(v redirection.Verdict) ([]expression, error) {
 		return []expression{load(binary.BigEndian.AppendUint16(nil, v.Port)), redirect()}, nil
 	case redirection.SetConnMark:
 		return []expression{
-			loadConntrack(unix.NFT_CT_MARK),
+			loadConnMark(),
 			mask(nativeEndian(^v.Mark.Mask), nativeEndian(v.Mark.Value)),
 			setConntrack(unix.NFT_CT_MARK),
 		}, nil
 	case redirection.RestoreMark:
-		return []expression{loadConntrack(unix.NFT_CT_MARK), setMeta(unix.NFT_META_MARK)}, nil
+		return []expression{loadConnMark(), setMeta(unix.NFT_META_MARK)}, nil
 	case redirection.SetZone:
 		return []expression{load(binary.NativeEndian.AppendUint16(nil, v.Zone)), setConntrack(unix.NFT_CT_ZONE)}, nil
 	default:

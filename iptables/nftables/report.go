@@ -150,7 +150,7 @@ const nfgenHeader = 4
 // pod's namespace holds few others.
 func objectsRequest(table string) []byte {
 	b := rawnetlink.AppendMessage(make([]byte, 0, 64), rawnetlink.Message{
-		Type: messageType(unix.NFT_MSG_GETTABLE), Flags: unix.NLM_F_REQUEST, Payload: ofTable(table, unix.NFTA_TABLE_NAME),
+		Type: messageType(unix.NFT_MSG_GETTABLE), Flags: unix.NLM_F_REQUEST, Payload: ofTable(table),
 	})
 	return rawnetlink.AppendMessage(b, rawnetlink.Message{
 		Type: messageType(unix.NFT_MSG_GETCHAIN), Flags: unix.NLM_F_REQUEST | unix.NLM_F_DUMP, Payload: ofFamily(),
@@ -161,7 +161,7 @@ func objectsRequest(table string) []byte {
 func rulesRequest(table string) []byte {
 	return rawnetlink.AppendMessage(make([]byte, 0, 48), rawnetlink.Message{
 		Type: messageType(unix.NFT_MSG_GETRULE), Flags: unix.NLM_F_REQUEST | unix.NLM_F_DUMP,
-		Payload: ofTable(table, unix.NFTA_RULE_TABLE),
+		Payload: ofTable(table),
 	})
 }
 

@@ -64,17 +64,9 @@ func newRuleSet(rules []redirection.Rule) (*ruleSet, error) {
 	return s, nil
 }
 
-// install makes our table hold the rule set, in one transaction, and returns what the namespace held after it. Where it
-// is known what the table holds, only what differs is changed. Replacing a table costs the kernel a grace period later
-// on, so that is not done where, before, there was none.
-func (s *ruleSet) install(socket *rawnetlink.Socket, before status, known sighting) (sighting, error) {
-	if before.exists && known.handles != nil && known.generation == before.generation {
-		after, err := s.amend(socket, known)
-		if !errors.Is(err, unix.ERESTART) && !errors.Is(err, unix.ENOENT) {
-			return after, err
-		}
-		// Something changed meanwhile: it is no longer known.
-	}
+// install makes our table hold the rule set, in one transaction, and returns what the namespace held after it. Replacing a
+// table costs the kernel a grace period later on, so that is not done where, before, there was none.
+func (s *ruleSet) install(socket *rawnetlink.Socket, before status) (sighting, error) {
 	if !before.exists {
 		after, err := s.create(socket)
 		if !errors.Is(err, unix.EEXIST) {

@@ -23,19 +23,27 @@ const (
 // while no agent ran, and the rule of whoever looked after probes before.
 func (p *parts) settleHost(ctx context.Context) error {
 	settled, takenOver := false, false
+	told := "" // of what does not work yet
 	began := time.Now()
-	for pause := settlePause; !settled || !takenOver; pause = min(2*pause, settlePauseMax) {
+	attempt := func(step string, do func(context.Context) error) bool {
+		err := do(ctx)
+		if err != nil && ctx.Err() == nil && err.Error() != told {
+			told = err.Error()
+			p.cfg.Logger.Warn("the host is not settled yet, it is tried again", "step", step, "err", err)
+		}
+		return err == nil
+	}
+	for pause := settlePause; ; pause = min(2*pause, settlePauseMax) {
 		all := p.enrolledOf(func(string) bool { return true })
 		if !settled && p.enrolledOf(func(uid string) bool { _, earlier := p.earlier[uid]; return earlier }) {
-			if settled = p.attempt(ctx, "taking out probe entries of pods that have gone", p.probes.Settle); settled {
-				p.cfg.Logger.Debug("probe entries settled", "took", time.Since(began).Round(time.Millisecond))
-			}
+			settled = attempt("taking out probe entries of pods that have gone", p.probes.Settle)
 		}
 		if !takenOver && settled && (all || time.Since(began) > takeoverWait) {
-			takenOver = p.attempt(ctx, "taking another agent's rule for probes out of the host", p.takeOverHost)
+			takenOver = attempt("taking another agent's rule for probes out of the host", p.takeOverHost)
 		}
 		if settled && takenOver {
-			break
+			p.cfg.Logger.Debug("the host is settled", "took", time.Since(began).Round(time.Millisecond))
+			return nil
 		}
 		select {
 		case <-ctx.Done():
@@ -43,16 +51,6 @@ func (p *parts) settleHost(ctx context.Context) error {
 		case <-time.After(pause):
 		}
 	}
-	return nil
-}
-
-// attempt does something once more unless it has worked; the next pause is the retry's.
-func (p *parts) attempt(ctx context.Context, doing string, do func(context.Context) error) bool {
-	err := do(ctx)
-	if err != nil && ctx.Err() == nil {
-		p.cfg.Logger.Warn("the host is not settled yet, it is tried again", "step", doing, "err", err)
-	}
-	return err == nil
 }
 
 func (p *parts) takeOverHost(ctx context.Context) error {

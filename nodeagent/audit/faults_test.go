@@ -324,10 +324,11 @@ func (n *node) checkHost(f fault) {
 	}
 }
 
-// awaitSettled waits until an entry of nobody's is a difference.
+// awaitSettled waits until the agent has done all that it does once: from then on an
+// entry of nobody's is a difference.
 func (n *node) awaitSettled() {
 	n.t.Helper()
-	n.await("probe entries settled", "", "")
+	n.await("the host is settled", "", "")
 }
 
 // A pod that runs in another netns under the same UID is enrolled there.

@@ -27,7 +27,7 @@ func (e *Enroller) add(ctx context.Context, req podevent.Request, netns *os.File
 	if err != nil {
 		return podevent.Reply{}, &StepError{Step: stepLookup, Err: err}
 	}
-	decision := e.cfg.Policy.Decide(pod)
+	decision := e.decide(pod)
 	e.endReplaced(ctx, req.Attachment(), pod, decision)
 	release, err := e.turns.take(ctx, pod.UID)
 	if err != nil {

@@ -256,6 +256,10 @@ func TestWithhold(t *testing.T) {
 	if len(r.Pods()) != 1 {
 		t.Errorf("the withheld pod came back: %+v", r.Pods())
 	}
+	next := request(podevent.CommandAdd, pod, "c-next")
+	next.IPs, next.NetnsPath = []netip.Addr{netip.MustParseAddr("10.1.0.1")}, mounted(t, ns)
+	want(t, r.Handle(t.Context(), next, ns.File()), podevent.ResultSkipped) // it stays out
+	r.assertNothing(t, peer, pod, ns)
 	if _, err := r.Withhold(t.Context(), []string{"shop/nobody"}); err == nil {
 		t.Error("withholding a pod that is not there succeeded")
 	}
@@ -289,7 +293,7 @@ func TestAudit(t *testing.T) {
 	}
 	must(t, r.rules.Remove(t.Context(), ns.Runner()))
 	f, ok := r.Audit(t.Context(), pod.UID)
-	if !ok || f.Err != nil || len(f.Differences) == 0 {
+	if !ok || f.Err != nil || len(f.Differences) == 0 || len(f.Parts) != 1 || f.Parts[0] != "redirection" {
 		t.Errorf("without its rules: %+v, %t", f, ok)
 	}
 	r.assertRules(t, ns)

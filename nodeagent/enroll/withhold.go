@@ -15,6 +15,19 @@ import (
 // ErrNoSuchPod says that an operator named a pod that is not there.
 var ErrNoSuchPod = errors.New("no such pod on this node")
 
+// withheldReason is why a withheld pod is outside the mesh.
+const withheldReason = "an operator has withdrawn it"
+
+// decide says whether a pod that starts belongs in the mesh: the policy's word, unless
+// an operator has had the last one.
+func (e *Enroller) decide(pod workload.Pod) workload.Decision {
+	decision := e.cfg.Policy.Decide(pod)
+	if decision.InMesh && e.isWithheld(pod.UID) {
+		return workload.Decision{Reason: withheldReason}
+	}
+	return decision
+}
+
 // Withhold takes pods out of the mesh because an operator says so, and keeps them
 // out until [Enroller.Release], or the agent's next start. names are "namespace/name"
 // or UIDs; none means all enrolled pods. Nothing of anybody's redirection is left in
@@ -54,7 +67,7 @@ func (e *Enroller) withhold(ctx context.Context, pod workload.Pod) error {
 		}
 	}
 	e.mu.Lock()
-	e.attachments.setSkipped(pod.UID, p.netns, "an operator has withdrawn it")
+	e.attachments.setSkipped(pod.UID, p.netns, withheldReason)
 	e.mu.Unlock()
 	err = e.takeOut(ctx, p)
 	e.remember(pod.UID)

@@ -111,17 +111,16 @@ func (t *trace) readNFTables() error {
 
 // countRules counts the rules of all tables. The library cannot read those of ours: it takes the direction of a
 // connection's address for a number of four bytes.
-func countRules() (int, error) {
+func countRules() (count int, err error) {
 	sockets, err := rawnetlink.New().Open(func(fn func() error) error { return fn() }, unix.NETLINK_NETFILTER)
 	if err != nil {
 		return 0, err
 	}
-	defer sockets[0].Close()
+	defer func() { err = errors.Join(err, sockets[0].Close()) }()
 	rest, err := sockets[0].Dump(rawnetlink.AppendMessage(nil, rawnetlink.Message{
 		Type: unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETRULE, Flags: unix.NLM_F_REQUEST | unix.NLM_F_DUMP,
 		Payload: []byte{unix.NFPROTO_UNSPEC, unix.NFNETLINK_V0, 0, 0},
 	}))
-	count := 0
 	for err == nil && len(rest) > 0 {
 		_, rest, err = rawnetlink.Next(rest)
 		count++
