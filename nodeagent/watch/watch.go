@@ -216,6 +216,12 @@ func (s *Server) refuse(stop context.Context, conn *net.UnixConn, err error) {
 				versionErr.Got, versionErr.Want),
 			Details: "while ambientd is being upgraded this passes by itself; otherwise install the plugin that belongs to the running agent",
 		}
+	case errors.Is(err, podevent.ErrOutOfDescriptors):
+		refusal = podevent.Error{
+			Code:    podevent.CodeTryAgain,
+			Msg:     fmt.Sprintf("the agent: %v", err),
+			Details: "the runtime tries again; if it lasts, raise the limit of open files of ambientd (RLIMIT_NOFILE)",
+		}
 	case errors.Is(err, podevent.ErrMalformed):
 		refusal = podevent.Error{
 			Code:    podevent.CodeInternal,
