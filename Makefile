@@ -89,7 +89,7 @@ check-generated: require-go ## Fail if committed generated code is not what its 
 	$(COMMON) check_generated
 
 .PHONY: fences
-fences: require-go ## Check which packages may import which, and the plugin's size.
+fences: require-go ## Check which packages may import which, the plugin's size, and that no page is unfinished.
 	go test -count=1 ./tools/fences
 
 .PHONY: clean

@@ -118,9 +118,19 @@ func (e *configError) Unwrap() error { return e.err }
 func newLogger(cfg agent.Config, w io.Writer) *slog.Logger {
 	options := &slog.HandlerOptions{Level: cfg.Level()}
 	if cfg.LogFormat == agent.LogJSON {
+		options.ReplaceAttr = withUnit
 		return slog.New(slog.NewJSONHandler(w, options))
 	}
 	return slog.New(slog.NewTextHandler(w, options))
+}
+
+// withUnit writes durations as text does, such as 5.4ms: in JSON they would be a
+// number that does not say of what.
+func withUnit(_ []string, a slog.Attr) slog.Attr {
+	if a.Value.Kind() == slog.KindDuration {
+		a.Value = slog.StringValue(a.Value.Duration().String())
+	}
+	return a
 }
 
 // hostName is the default of --node-name.

@@ -193,6 +193,19 @@ func TestDurations(t *testing.T) {
 	}
 }
 
+// A duration in the log has its unit, whatever the format.
+func TestDurationsInTheLog(t *testing.T) {
+	for format, want := range map[string]string{agent.LogText: " took=5.4ms ", agent.LogJSON: `,"took":"5.4ms",`} {
+		var log strings.Builder
+		cfg := agent.Default()
+		cfg.LogFormat = format
+		newLogger(cfg, &log).Info("done", "took", 5400*time.Microsecond, "pods", 3)
+		if !strings.Contains(log.String(), want) {
+			t.Errorf("%s: %s has no %q", format, log.String(), want)
+		}
+	}
+}
+
 func TestBuildVersion(t *testing.T) {
 	if buildVersion() == "" {
 		t.Error("no version")

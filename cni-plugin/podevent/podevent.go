@@ -245,6 +245,10 @@ func (e *VersionError) Error() string {
 // failing: a bad length, no JSON, a missing field, a surplus descriptor.
 var ErrMalformed = errors.New("malformed message")
 
+// ErrOutOfDescriptors is wrapped by the error of [ReadRequest] when this process may open no more
+// files, and so could not receive the network namespace that the request needs.
+var ErrOutOfDescriptors = errors.New("no descriptor is free to receive the network namespace")
+
 // ErrUnavailable is wrapped by every error of [Call] that means "no answer": nobody listens, the
 // agent hung up, or the context ended first.
 var ErrUnavailable = errors.New("the agent does not answer")

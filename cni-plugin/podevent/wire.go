@@ -71,51 +71,57 @@ func payloadLen(header []byte, limit int) (int, error) {
 //
 // Nothing beyond the request is read, so that the caller can watch for the end of file. However
 // many descriptors the peer sends, none stays open when there is an error, and all are
-// close-on-exec. The errors are a [*VersionError], one that wraps [ErrMalformed], [io.EOF] if the
-// peer closed without a word, or the connection's.
+// close-on-exec. A DEL whose descriptor cannot be received, for want of a free one, is read without.
+// The errors are a [*VersionError], one that wraps [ErrMalformed] or [ErrOutOfDescriptors],
+// [io.EOF] if the peer closed without a word, or the connection's.
 func ReadRequest(conn *net.UnixConn) (Request, *os.File, error) {
-	req, fds, err := readRequest(conn)
+	r := &msgReader{conn: conn}
+	req, err := r.request()
 	if err == nil {
-		err = checkDescriptors(req, fds)
+		err = r.checkDescriptors(req)
 	}
 	if err != nil {
-		return Request{}, nil, errors.Join(err, closeAll(fds))
+		return Request{}, nil, errors.Join(err, closeAll(r.fds))
 	}
-	if len(fds) == 0 {
+	if len(r.fds) == 0 {
 		return req, nil, nil
 	}
-	return req, os.NewFile(uintptr(fds[0]), "netns"), nil
+	return req, os.NewFile(uintptr(r.fds[0]), "netns"), nil
 }
 
-// readRequest returns the descriptors also along with an error: the caller owns them.
-func readRequest(conn *net.UnixConn) (req Request, fds []int, err error) {
-	r := msgReader{conn: conn}
+// request reads the message. What descriptors came is in r, also with an error.
+func (r *msgReader) request() (req Request, err error) {
 	header := make([]byte, headerLen)
 	if err := r.readFull(header); err != nil {
-		return req, r.fds, err
+		return req, err
 	}
 	n, err := payloadLen(header, MaxRequest)
 	if err != nil {
-		return req, r.fds, err
+		return req, err
 	}
 	payload := make([]byte, n)
 	if err := r.readFull(payload); err != nil {
 		if errors.Is(err, io.EOF) {
 			err = io.ErrUnexpectedEOF
 		}
-		return req, r.fds, err
+		return req, err
 	}
 	if err := decode(payload, &req); err != nil {
-		return req, r.fds, err
+		return req, err
 	}
 	if err := req.Validate(); err != nil {
-		return req, r.fds, fmt.Errorf("%w: %w", ErrMalformed, err)
+		return req, fmt.Errorf("%w: %w", ErrMalformed, err)
 	}
-	return req, r.fds, nil
+	return req, nil
 }
 
-func checkDescriptors(req Request, fds []int) error {
+func (r *msgReader) checkDescriptors(req Request) error {
+	fds := r.fds
 	switch {
+	case r.lost && req.needsNetns():
+		return ErrOutOfDescriptors
+	case r.lost && req.mayHaveNetns():
+		return nil // nobody would say it again, and the attachment says enough
 	case len(fds) > 1:
 		return fmt.Errorf("%w: %d descriptors, at most 1 is allowed", ErrMalformed, len(fds))
 	case len(fds) == 0 && req.needsNetns():
@@ -140,6 +146,7 @@ func closeAll(fds []int) error {
 type msgReader struct {
 	conn *net.UnixConn
 	fds  []int
+	lost bool // descriptors came, and the kernel could not give us a single one
 }
 
 // readFull fills buf exactly. [io.EOF] means that not a single byte came.
@@ -154,16 +161,18 @@ func (r *msgReader) readFull(buf []byte) error {
 		if gatherErr := r.gather(oob[:oobn]); gatherErr != nil {
 			return gatherErr
 		}
-		if flags&syscall.MSG_CTRUNC != 0 {
-			return fmt.Errorf("%w: control data was truncated: too many descriptors, or no room for one", ErrMalformed)
+		switch truncated := flags&syscall.MSG_CTRUNC != 0; {
+		case truncated && len(r.fds) == 0:
+			r.lost = true
+		case truncated:
+			return fmt.Errorf("%w: control data was truncated: too many descriptors", ErrMalformed)
 		}
-		if errors.Is(err, io.EOF) && got > 0 {
+		switch {
+		case errors.Is(err, io.EOF) && got > 0:
 			return io.ErrUnexpectedEOF
-		}
-		if errors.Is(err, io.EOF) {
+		case errors.Is(err, io.EOF):
 			return io.EOF
-		}
-		if err != nil {
+		case err != nil:
 			return fmt.Errorf("reading: %w", err)
 		}
 		got += n

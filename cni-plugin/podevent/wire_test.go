@@ -188,6 +188,45 @@ func checkNull(t *testing.T, file *os.File) {
 	}
 }
 
+// noDescriptors lets the process open nothing more until the function it returns is called.
+func noDescriptors(t *testing.T) (restore func()) {
+	t.Helper()
+	var limit syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit); err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Setrlimit(syscall.RLIMIT_NOFILE, &syscall.Rlimit{Max: limit.Max}); err != nil {
+		t.Fatal(err)
+	}
+	return func() {
+		if err := syscall.Setrlimit(syscall.RLIMIT_NOFILE, &limit); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestOutOfDescriptors: a reader that can receive no descriptor says so, and does not lose a DEL.
+func TestOutOfDescriptors(t *testing.T) {
+	del := addRequest()
+	del.Command, del.IPs = CommandDel, nil
+	for _, c := range []struct {
+		req  Request
+		want error
+	}{{addRequest(), ErrOutOfDescriptors}, {del, nil}} {
+		ours, theirs := pair(t)
+		chunk{requestFrame(t, c.req), 1}.send(t, theirs)
+		restore := noDescriptors(t)
+		req, netns, err := ReadRequest(ours)
+		restore()
+		if !errors.Is(err, c.want) || netns != nil {
+			t.Errorf("%s: error: %v, descriptor: %v, want %v and none", c.req.Command, err, netns, c.want)
+		}
+		if c.want == nil && req.ContainerID != del.ContainerID {
+			t.Errorf("%s was read as %+v", c.req.Command, req)
+		}
+	}
+}
+
 // TestReadRequestOtherVersion: nothing but the version is looked at, since another version may have
 // everything else different.
 func TestReadRequestOtherVersion(t *testing.T) {

@@ -274,6 +274,32 @@ func TestOutOfDescriptors(t *testing.T) {
 	}
 }
 
+// TestOutOfDescriptorsForTheNetns: that passes too, and the plugin is told so.
+func TestOutOfDescriptorsForTheNetns(t *testing.T) {
+	listener, socket := newFaulty(t)
+	t.Cleanup(func() { _ = listener.Close() })
+	server, err := New(Config{Listener: listener, Handler: nobody(t), Logger: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	theirs, err := net.Dial("unix", socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer theirs.Close()
+	ours, err := listener.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	server.refuse(t.Context(), ours.(*net.UnixConn), podevent.ErrOutOfDescriptors)
+	if err := ours.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if reply := readReply(t, theirs); reply.Error == nil || reply.Error.Code != podevent.CodeTryAgain {
+		t.Errorf("reply: %+v, want the code to try again", reply)
+	}
+}
+
 // TestBrokenListener: Run fails visibly when it cannot serve any more.
 func TestBrokenListener(t *testing.T) {
 	for _, c := range []struct {

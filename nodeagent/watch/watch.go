@@ -216,6 +216,12 @@ func (s *Server) refuse(stop context.Context, conn *net.UnixConn, err error) {
 				versionErr.Got, versionErr.Want),
 			Details: "while ambientd is being upgraded this passes by itself; otherwise install the plugin that belongs to the running agent",
 		}
+	case errors.Is(err, podevent.ErrOutOfDescriptors):
+		refusal = podevent.Error{
+			Code:    podevent.CodeTryAgain,
+			Msg:     fmt.Sprintf("the agent: %v", err),
+			Details: "the runtime tries again; if it lasts, raise the limit of open files of ambientd (RLIMIT_NOFILE)",
+		}
 	case errors.Is(err, podevent.ErrMalformed):
 		refusal = podevent.Error{
 			Code:    podevent.CodeInternal,
@@ -316,12 +322,14 @@ func (s *Server) reply(conn *net.UnixConn, reply podevent.Reply) error {
 func (s *Server) log(ctx context.Context, req podevent.Request, o outcome) {
 	level := slog.LevelDebug
 	attrs := []slog.Attr{slog.String("command", req.Command), slog.String("network", req.Network)}
-	if req.ContainerID != "" {
-		attrs = append(attrs, slog.String("container", req.ContainerID))
+	addText := func(key, value string) {
+		if value != "" { // what is not known is left out
+			attrs = append(attrs, slog.String(key, value))
+		}
 	}
-	if pod := req.Pod.String(); pod != "" {
-		attrs = append(attrs, slog.String("pod", pod), slog.String("uid", req.Pod.UID))
-	}
+	addText("container", req.ContainerID)
+	addText("pod", req.Pod.String())
+	addText("uid", req.Pod.UID)
 	if req.Command == podevent.CommandAdd || req.Command == podevent.CommandDel || req.Command == podevent.CommandGC {
 		level = slog.LevelInfo
 	}
@@ -329,7 +337,8 @@ func (s *Server) log(ctx context.Context, req podevent.Request, o outcome) {
 		level = slog.LevelWarn
 		attrs = append(attrs, slog.Uint64("code", uint64(o.reply.Error.Code)), slog.String("err", o.reply.Error.Error()))
 	} else {
-		attrs = append(attrs, slog.String("result", o.reply.Result), slog.String("reason", o.reply.Reason))
+		addText("result", o.reply.Result)
+		addText("reason", o.reply.Reason)
 	}
 	if o.hungUp {
 		attrs = append(attrs, slog.Bool("hung_up", true))
@@ -338,6 +347,6 @@ func (s *Server) log(ctx context.Context, req podevent.Request, o outcome) {
 		level = slog.LevelWarn
 		attrs = append(attrs, slog.String("reply_err", o.replyErr.Error()))
 	}
-	attrs = append(attrs, slog.Duration("took", o.took))
+	attrs = append(attrs, slog.Duration("took", o.took.Round(time.Microsecond)))
 	s.config.Logger.LogAttrs(ctx, level, "cni event", attrs...)
 }

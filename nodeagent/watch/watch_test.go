@@ -440,7 +440,7 @@ func TestLog(t *testing.T) {
 		{"skipped", "ADD", reply, with(add, map[string]any{"level": "INFO", "result": "skipped", "reason": "namespace is not labelled"})},
 		{"failed", "ADD", failure, with(add, map[string]any{"level": "WARN", "code": 100.0, "err": "no; do"})},
 		{"asked", "STATUS", podevent.Reply{Result: podevent.ResultOK}, map[string]any{
-			"msg": "cni event", "level": "DEBUG", "command": "STATUS", "network": "testnet", "result": "ok", "reason": "",
+			"msg": "cni event", "level": "DEBUG", "command": "STATUS", "network": "testnet", "result": "ok",
 		}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -452,5 +452,25 @@ func TestLog(t *testing.T) {
 				t.Error(diff)
 			}
 		})
+	}
+}
+
+// What a request and its reply do not say has no attribute.
+func TestLogLeavesOutWhatIsNotKnown(t *testing.T) {
+	r := start(t, Config{Handler: handlerFunc(func(context.Context, podevent.Request, *os.File) podevent.Reply {
+		return podevent.Reply{Result: podevent.ResultWithdrawn}
+	})})
+	req := request(podevent.CommandDel)
+	req.Pod.UID = ""
+	if _, err := podevent.Call(t.Context(), r.socket, req, nil); err != nil {
+		t.Fatal(err)
+	}
+	r.stop()
+	<-r.done
+	want := []map[string]any{{
+		"msg": "cni event", "level": "INFO", "command": "DEL", "network": "testnet", "container": "c1", "pod": "shop/cart-0", "result": "withdrawn",
+	}}
+	if diff := cmp.Diff(want, r.log.lines(t)); diff != "" {
+		t.Error(diff)
 	}
 }

@@ -74,25 +74,22 @@ var errAway = errors.New("connecting to the agent")
 func (c *Client) Run(ctx context.Context) error {
 	backoff := minBackoff
 	logged := ""
-	for {
-		ready, err := c.stream(ctx)
-		if ctx.Err() != nil {
-			return nil
-		}
+	for ctx.Err() == nil {
+		ready, end := c.stream(ctx)
 		if ready {
 			backoff = minBackoff
 		}
-		if ready || err.Error() != logged {
-			c.logEnd(err)
-			logged = err.Error()
+		if text := end.Error(); ctx.Err() == nil && (ready || text != logged) {
+			c.logEnd(end)
+			logged = text
 		}
 		select {
 		case <-time.After(backoff/2 + rand.N(backoff)):
 		case <-ctx.Done():
-			return nil
 		}
 		backoff = min(2*backoff, maxBackoff)
 	}
+	return nil
 }
 
 // logEnd logs why there is no stream.
