@@ -113,7 +113,7 @@ func (e *Enroller) converge(ctx context.Context, again retries) {
 		if err == nil {
 			continue
 		}
-		again.note(uid, time.Now())
+		again.note(uid, err, time.Now())
 		if !errors.Is(err, podnetns.ErrNotFound) {
 			e.cfg.Logger.Warn("pod does not follow its object yet, it is tried again", "uid", uid, "err", err)
 		}

@@ -3,12 +3,14 @@
 package enroll
 
 import (
+	"errors"
 	"math/rand/v2"
 	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
 
+	"ambientd/nodeagent/podnetns"
 	"ambientd/nodeagent/workload"
 )
 
@@ -20,6 +22,11 @@ const (
 	// enrolled; it doubles from one to the other.
 	firstRetry = 500 * time.Millisecond
 	lastRetry  = 30 * time.Second
+
+	// searchTick is when pods that were not found running are looked for again: all at
+	// the same time, because one pass over the processes costs the same for all. A pod
+	// that is yet to start is not found, as a rule, and its ADD does not wait for this.
+	searchTick = 30 * time.Second
 )
 
 // retries knows by pod UID when it is to be tried again.
@@ -30,8 +37,12 @@ type retry struct {
 	pause time.Duration
 }
 
-// note counts an attempt that left the pod outside.
-func (r retries) note(uid string, now time.Time) {
+// note counts an attempt that left the pod outside for the reason given.
+func (r retries) note(uid string, why error, now time.Time) {
+	if errors.Is(why, podnetns.ErrNotFound) {
+		r[uid] = retry{at: now.Truncate(searchTick).Add(searchTick), pause: searchTick}
+		return
+	}
 	pause := firstRetry
 	if last, ok := r[uid]; ok {
 		pause = min(2*last.pause, lastRetry)
