@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
-	"strings"
 
 	"ambientd/iptables/redirection"
 )
@@ -188,36 +187,21 @@ func (c exemption) factor(lines []line) []line {
 	return relaxed(factored)
 }
 
-// lines returns what accepts the packets that are exempt from the lines given.
+// lines returns what accepts the packets that are exempt from the lines given. Its comment names no rows: it would be
+// another one with other options, and a rule that is changed for nothing else.
 func (c exemption) lines(from []line) []line {
-	var rows []string
 	var accepting []line
 	for _, l := range from {
 		if !c.in(l.Match) {
 			continue
 		}
-		if row := strconv.Itoa(l.Row); len(rows) == 0 || rows[len(rows)-1] != row {
-			rows = append(rows, row)
-		}
 		met := c.exempt(l.Match)
-		known := false
-		for i := range accepting {
-			if accepting[i].Match == met {
-				accepting[i].Families |= l.Families
-				known = true
-			}
+		if i := slices.IndexFunc(accepting, func(a line) bool { return a.Match == met }); i >= 0 {
+			accepting[i].Families |= l.Families
+			continue
 		}
-		if !known {
-			rule := redirection.Rule{Families: l.Families, Chain: l.Chain, Match: met, Verdict: redirection.Verdict{Action: redirection.Accept}}
-			accepting = append(accepting, line{Rule: rule})
-		}
-	}
-	label := "row"
-	if len(rows) > 1 {
-		label = "rows"
-	}
-	for i := range accepting {
-		accepting[i].comment = fmt.Sprintf("%s exempt from %s %s", c.what, label, strings.Join(rows, ", "))
+		rule := redirection.Rule{Families: l.Families, Chain: l.Chain, Match: met, Verdict: redirection.Verdict{Action: redirection.Accept}}
+		accepting = append(accepting, line{Rule: rule, comment: c.what + " exempt from here on"})
 	}
 	return accepting
 }

@@ -29,13 +29,19 @@ func (b *bench) rules(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	stranger, err := nftables.New()
+	if err != nil {
+		return err
+	}
 	if b.yardstick, err = newYardstick(ctx, b.dir, iptablesBackend); err != nil {
 		return err
 	}
-	m := &rulesMeasure{namespaces: b.yardstick.namespaces, nft: nftablesBackend, ipt: iptablesBackend, opts: redirection.DefaultOptions()}
-	// As when a pod's annotations change.
+	m := &rulesMeasure{
+		namespaces: b.yardstick.namespaces, opts: redirection.DefaultOptions(),
+		nft: nftablesBackend, stranger: stranger, ipt: iptablesBackend,
+	}
 	m.other = m.opts
-	m.other.DNSCapture, m.other.ExcludeOutboundPorts = false, []redirection.PortRange{redirection.SinglePort(3306)}
+	m.other.ExcludeOutboundPorts = []redirection.PortRange{redirection.SinglePort(3306)}
 	if err := m.neighbour(ctx); err != nil {
 		return err
 	}
@@ -56,10 +62,11 @@ func (b *bench) rules(ctx context.Context) error {
 // rulesMeasure holds the figures of the rules.
 type rulesMeasure struct {
 	*namespaces
-	nft   *nftables.Backend
-	ipt   *iptables.Backend
-	opts  redirection.Options
-	other redirection.Options // what opts are replaced by
+	nft      *nftables.Backend
+	stranger *nftables.Backend // that has never seen the namespaces before
+	ipt      *iptables.Backend
+	opts     redirection.Options
+	other    redirection.Options // what opts are replaced by, as when an annotation changes
 
 	trueTwice                     figure
 	nftLife, iptLife              life
@@ -72,11 +79,12 @@ func (b *bench) addRules(m *rulesMeasure) {
 		duration("two starts of a program that does nothing, /bin/true", m.trueTwice, yardstickName, r, 0, ""),
 		duration("nftables: apply, dual stack, policy rule and route, fresh netns", m.nftLife.apply, yardstickName, r, 1.0/60, "R/60"),
 		duration("nftables: verify, nothing changed", m.nftLife.verify, yardstickName, r, 1.0/100, "R/100"),
-		duration("nftables: replace a pod's rules by those of other options", m.nftLife.replace, yardstickName, r, 1.0/60, "R/60"),
+		duration("nftables: replace a pod's rules, as one more port is excluded", m.nftLife.replace, yardstickName, r, 1.0/60, "R/60"),
+		duration("nftables: replace all rules, as nothing is known of what is there", m.nftLife.renew, yardstickName, r, 0, ""),
 		duration("nftables: remove", m.nftLife.remove, yardstickName, r, 1.0/60, "R/60"),
 		duration("iptables: apply", m.iptLife.apply, yardstickName, r, 1.2, "1.2 R"),
 		duration("iptables: verify", m.iptLife.verify, yardstickName, r, 0, ""),
-		duration("iptables: replace a pod's rules by those of other options", m.iptLife.replace, yardstickName, r, 0, ""),
+		duration("iptables: replace a pod's rules, as one more port is excluded", m.iptLife.replace, yardstickName, r, 0, ""),
 		duration("iptables: remove", m.iptLife.remove, yardstickName, r, 0, ""),
 		amount("iptables: child processes of an apply", float64(m.applyChildren), "", 0, ""),
 		amount("iptables: child processes of a verify", float64(m.verifyChildren), "", 2, "1 a family"),
@@ -121,17 +129,21 @@ type backend interface {
 
 // life holds the figures of what is done to a pod's rules, one after the other.
 type life struct {
-	apply, verify, replace, remove figure
+	apply, verify, replace, renew, remove figure
 }
 
 // nftables measures several in a row: after a pause everything would be found cold.
-func (m *rulesMeasure) nftables(ctx context.Context) error { return m.lives(ctx, m.nft, 5, &m.nftLife) }
+func (m *rulesMeasure) nftables(ctx context.Context) error {
+	return m.lives(ctx, m.nft, m.stranger, 5, &m.nftLife)
+}
 
-func (m *rulesMeasure) iptables(ctx context.Context) error { return m.lives(ctx, m.ipt, 1, &m.iptLife) }
+func (m *rulesMeasure) iptables(ctx context.Context) error {
+	return m.lives(ctx, m.ipt, m.ipt, 1, &m.iptLife)
+}
 
-// lives takes n samples of each. The verify comes after a first one that is not counted:
+// lives takes n samples of each, of renewal by a backend that may be another one. The verify comes after a first one that is not counted:
 // "nothing changed" is since the last look.
-func (m *rulesMeasure) lives(ctx context.Context, backend backend, n int, into *life) error {
+func (m *rulesMeasure) lives(ctx context.Context, backend, renewer backend, n int, into *life) error {
 	return m.several(ctx, n, func(all []*podnetns.Netns) error {
 		for _, step := range []struct {
 			figure *figure // nil: not counted
@@ -141,11 +153,16 @@ func (m *rulesMeasure) lives(ctx context.Context, backend backend, n int, into *
 			{nil, func(ns *podnetns.Netns) error { return verify(ctx, backend, ns, m.opts) }},
 			{&into.verify, func(ns *podnetns.Netns) error { return verify(ctx, backend, ns, m.opts) }},
 			{&into.replace, func(ns *podnetns.Netns) error { return apply(ctx, backend, ns, m.other) }},
-			{nil, func(ns *podnetns.Netns) error { return verify(ctx, backend, ns, m.other) }},
+			{&into.renew, func(ns *podnetns.Netns) error { return apply(ctx, renewer, ns, m.opts) }},
+			{nil, func(ns *podnetns.Netns) error { return verify(ctx, backend, ns, m.opts) }},
 			{&into.remove, func(ns *podnetns.Netns) error { return backend.Remove(ctx, ns.Do) }},
 		} {
 			if step.figure == nil {
 				step.figure = &figure{}
+			}
+			// What a step has taken away, the kernel takes apart before it does the next.
+			if err := settle(ctx); err != nil {
+				return err
 			}
 			for _, ns := range all {
 				if err := step.figure.time(func() error { return step.do(ns) }); err != nil {

@@ -4,7 +4,10 @@
 package docs_test
 
 import (
+	"io/fs"
 	"os"
+	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 )
@@ -48,4 +51,51 @@ func read(t *testing.T, path string) string {
 		t.Fatal(err)
 	}
 	return string(text)
+}
+
+// TestMessagesAreThere: what troubleshooting.md says one may see is what the programs say.
+// An ellipsis stands for what differs from case to case.
+func TestMessagesAreThere(t *testing.T) {
+	sources := sources(t)
+	quoted := regexp.MustCompile("`([^`]+)`")
+	seen := 0
+	for line := range strings.Lines(read(t, "troubleshooting.md")) {
+		cells := strings.Split(line, " | ")
+		if !strings.HasPrefix(line, "| ") || len(cells) < 3 {
+			continue
+		}
+		for _, message := range quoted.FindAllStringSubmatch(cells[0], -1) {
+			for part := range strings.SplitSeq(message[1], "…") {
+				part = strings.Trim(part, " ,:;\"")
+				if strings.Count(part, " ") < 2 || strings.HasPrefix(part, "-") {
+					continue // a flag, a field, a word
+				}
+				seen++
+				if !strings.Contains(sources, part) {
+					t.Errorf("no program says %q: %s", part, cells[0])
+				}
+			}
+		}
+	}
+	if seen < 20 {
+		t.Errorf("only %d messages were found in the page", seen)
+	}
+}
+
+// sources returns the text of all programs, without their tests.
+func sources(t *testing.T) string {
+	t.Helper()
+	var all strings.Builder
+	for _, dir := range []string{"../nodeagent", "../iptables", "../certfetch", "../cni-plugin"} {
+		err := filepath.WalkDir(dir, func(path string, entry fs.DirEntry, err error) error {
+			if err == nil && !entry.IsDir() && strings.HasSuffix(path, ".go") && !strings.HasSuffix(path, "_test.go") {
+				all.WriteString(read(t, path))
+			}
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	return all.String()
 }
