@@ -47,6 +47,21 @@ func (e *Enroller) Run(ctx context.Context) error {
 	}
 }
 
+// listing is the inventory at one time, by pod UID.
+type listing struct {
+	pods     map[string]workload.Pod
+	complete bool // what is missing is gone
+}
+
+func (e *Enroller) list() listing {
+	pods, complete := e.cfg.Inventory.List()
+	l := listing{pods: make(map[string]workload.Pod, len(pods)), complete: complete}
+	for _, pod := range pods {
+		l.pods[pod.UID] = pod
+	}
+	return l
+}
+
 // plan is what separates the inventory from what is enrolled.
 type plan struct {
 	enrol    []workload.Pod
@@ -56,13 +71,11 @@ type plan struct {
 
 // plan compares the inventory with what is enrolled. A pod whose ADD is at work
 // is left to that.
-func (e *Enroller) plan(pods []workload.Pod, complete bool) plan {
+func (e *Enroller) plan(l listing) plan {
 	p := plan{withdraw: map[string]string{}}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	listed := make(map[string]struct{}, len(pods))
-	for _, pod := range pods {
-		listed[pod.UID] = struct{}{}
+	for _, pod := range l.pods {
 		current, known := e.pods[pod.UID]
 		decision := e.cfg.Policy.Decide(pod)
 		switch {
@@ -75,21 +88,21 @@ func (e *Enroller) plan(pods []workload.Pod, complete bool) plan {
 			p.enrol = append(p.enrol, pod)
 		}
 	}
-	if !complete {
+	if !l.complete {
 		return p
 	}
 	for uid, current := range e.pods {
-		if _, ok := listed[uid]; !ok && current.done {
+		if _, ok := l.pods[uid]; !ok && current.done {
 			p.withdraw[uid] = "its object is gone"
 		}
 	}
 	for uid := range e.withheld {
-		if _, ok := listed[uid]; !ok {
+		if _, ok := l.pods[uid]; !ok {
 			delete(e.withheld, uid)
 		}
 	}
 	for uid := range e.ended {
-		if _, ok := listed[uid]; !ok {
+		if _, ok := l.pods[uid]; !ok {
 			delete(e.ended, uid)
 		}
 	}
@@ -99,7 +112,7 @@ func (e *Enroller) plan(pods []workload.Pod, complete bool) plan {
 // converge carries out the plan once. Pods that could not be enrolled, or were not
 // found running, are noted in again.
 func (e *Enroller) converge(ctx context.Context, again retries) {
-	p := e.plan(e.cfg.Inventory.List())
+	p := e.plan(e.list())
 	again.keep(p.enrol)
 	work := newWork()
 	for uid, reason := range p.withdraw {

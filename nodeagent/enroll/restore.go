@@ -31,11 +31,7 @@ func (e *Enroller) Restore(ctx context.Context) error {
 	for _, r := range known {
 		e.recall(r)
 	}
-	pods, complete := e.cfg.Inventory.List()
-	listed := make(map[string]workload.Pod, len(pods))
-	for _, pod := range pods {
-		listed[pod.UID] = pod
-	}
+	listed := e.list()
 	enrolled := map[string]records.Record{}
 	var wanted []podnetns.Wanted
 	for _, r := range known {
@@ -44,14 +40,14 @@ func (e *Enroller) Restore(ctx context.Context) error {
 			wanted = append(wanted, podnetns.Wanted{UID: r.UID, IPs: r.IPs, NetnsPath: r.NetnsPath, Key: r.Key})
 		}
 	}
-	e.restoreFound(ctx, listed, complete, wanted)
-	e.forgetGone(listed, complete)
+	e.restoreFound(ctx, listed, wanted)
+	e.forgetGone(listed)
 	return nil
 }
 
 // restoreFound finds the pods' netns in one pass and takes each of them up, or
 // clears it if the pod does not belong in the mesh any more.
-func (e *Enroller) restoreFound(ctx context.Context, listed map[string]workload.Pod, complete bool, wanted []podnetns.Wanted) {
+func (e *Enroller) restoreFound(ctx context.Context, listed listing, wanted []podnetns.Wanted) {
 	if len(wanted) == 0 {
 		return
 	}
@@ -61,11 +57,11 @@ func (e *Enroller) restoreFound(ctx context.Context, listed map[string]workload.
 		work.note(uid, err)
 	}
 	for uid, ns := range found {
-		pod, known := listed[uid]
+		pod, known := listed.pods[uid]
 		switch {
 		case known && e.cfg.Policy.Decide(pod).InMesh:
 			work.do(uid, func() error { return e.restorePod(ctx, pod, ns) })
-		case known || complete:
+		case known || listed.complete:
 			work.do(uid, func() error { return e.clear(ctx, ns) })
 		default:
 			work.note(uid, errors.Join(errors.New("its object cannot be read at the moment"), ns.Close()))
@@ -116,14 +112,14 @@ func (e *Enroller) clear(ctx context.Context, ns *podnetns.Netns) error {
 }
 
 // forgetGone forgets recorded pods whose object is gone.
-func (e *Enroller) forgetGone(listed map[string]workload.Pod, complete bool) {
-	if !complete {
+func (e *Enroller) forgetGone(listed listing) {
+	if !listed.complete {
 		return
 	}
 	e.mu.Lock()
 	var gone []string
 	for uid := range e.places {
-		_, isListed := listed[uid]
+		_, isListed := listed.pods[uid]
 		_, isEnrolled := e.pods[uid]
 		if !isListed && !isEnrolled {
 			gone = append(gone, uid)
