@@ -98,7 +98,7 @@ type Auditor struct {
 	cfg     Config
 	results results
 	slots   chan struct{} // holds a token for each audit at work
-	host    chan struct{} // holds one while the host is audited: two would both report one repair
+	host    chan struct{} // holds a token while the host is audited: two would both find the same
 }
 
 // New returns an Auditor that has looked at nothing yet.
@@ -141,11 +141,11 @@ func (a *Auditor) Host(ctx context.Context) (differences []string, err error) {
 	return a.auditHost(ctx)
 }
 
-// begin waits for a place among those at work.
-func (a *Auditor) begin(ctx context.Context) (end func(), err error) {
+// take waits for a place.
+func take(ctx context.Context, places chan struct{}) (giveBack func(), err error) {
 	select {
-	case a.slots <- struct{}{}:
-		return func() { <-a.slots }, nil
+	case places <- struct{}{}:
+		return func() { <-places }, nil
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
 	}
@@ -153,7 +153,7 @@ func (a *Auditor) begin(ctx context.Context) (end func(), err error) {
 
 // auditPod audits one pod and keeps, counts and logs what came of it.
 func (a *Auditor) auditPod(ctx context.Context, uid string) (enroll.Finding, bool) {
-	end, err := a.begin(ctx)
+	end, err := take(ctx, a.slots)
 	if err != nil {
 		return enroll.Finding{}, false
 	}
@@ -174,17 +174,16 @@ func (a *Auditor) auditPod(ctx context.Context, uid string) (enroll.Finding, boo
 
 // auditHost does so for the host.
 func (a *Auditor) auditHost(ctx context.Context) ([]string, error) {
-	end, err := a.begin(ctx)
+	next, err := take(ctx, a.host)
+	if err != nil {
+		return nil, err
+	}
+	defer next()
+	end, err := take(ctx, a.slots)
 	if err != nil {
 		return nil, err
 	}
 	defer end()
-	select {
-	case a.host <- struct{}{}:
-		defer func() { <-a.host }()
-	case <-ctx.Done():
-		return nil, context.Cause(ctx)
-	}
 	ctx, cancel := context.WithTimeout(ctx, auditTimeout)
 	defer cancel()
 	o := outcome{subject: "host", parts: []string{"host probes"}, started: time.Now()}
