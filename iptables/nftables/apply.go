@@ -69,22 +69,41 @@ func (b *Backend) begin(c *conn, opts redirection.Options) (redirection.Families
 		}
 		routed <- routing{undo: undo, err: err}
 	}()
-	after, packetErr := set.create(c.packet)
+	after, packetErr := b.createUnlessThere(c, set)
 	routes := <-routed
 	switch {
-	case errors.Is(packetErr, unix.EEXIST): // a table of ours: an earlier agent's, or another call was faster
-		packetErr = nil
-		if routes.err == nil {
-			after, packetErr = b.install(c, set, sighting{})
-		}
-	case packetErr == nil && routes.err != nil:
+	case packetErr == nil && routes.err != nil && after.set != nil:
 		packetErr = commit(c.packet, b.removal)
+	case packetErr == nil && routes.err == nil && after.set == nil:
+		after, packetErr = b.install(c, set, sighting{})
 	}
 	if err := errors.Join(routes.err, packetErr); err != nil {
 		return 0, errors.Join(err, routes.undo.Undo())
 	}
 	b.note(c, after)
 	return families, nil
+}
+
+// createUnlessThere makes our table unless there is one, of an earlier agent's as a rule. Then it returns a sighting of
+// nothing, without having tried: a transaction that is refused takes the kernel a grace period, some 10 ms
+// (__nf_tables_abort, net/netfilter/nf_tables_api.c). No table can be there before the first transaction.
+func (b *Backend) createUnlessThere(c *conn, set *ruleSet) (sighting, error) {
+	const noneYet = 1
+	now, err := readGeneration(c.packet)
+	if err == nil && now != noneYet {
+		var before status
+		if before, err = readStatus(c.packet, redirection.NFTablesTable); before.exists {
+			return sighting{}, err
+		}
+	}
+	if err != nil {
+		return sighting{}, err
+	}
+	after, err := set.create(c.packet)
+	if errors.Is(err, unix.EEXIST) { // another call was faster
+		return sighting{}, nil
+	}
+	return after, err
 }
 
 // change applies to a namespace of which something is known.

@@ -105,6 +105,7 @@ func (b *Backend) Remove(ctx context.Context, run redirection.Runner) error {
 		return err
 	}
 	err := b.within(run, func(c *conn) error {
+		_, known := b.seen.last(c.cookie)
 		b.seen.forget(c.cookie)
 		// What there is of policy routing can be looked at while the table goes, and goes after it.
 		var state *policyroute.State
@@ -115,9 +116,11 @@ func (b *Backend) Remove(ctx context.Context, run redirection.Runner) error {
 			read <- err
 		}()
 		// Each of the two is worth doing though the other failed.
-		err := commit(c.packet, b.removal)
-		if errors.Is(err, unix.ENOENT) {
-			err = nil
+		var err error
+		if known {
+			_, err = removeTable(c.packet, b.removal)
+		} else {
+			_, err = removeTableIfThere(c.packet, redirection.NFTablesTable, b.removal)
 		}
 		if readErr := <-read; readErr != nil {
 			return errors.Join(err, readErr)
@@ -128,6 +131,24 @@ func (b *Backend) Remove(ctx context.Context, run redirection.Runner) error {
 		return fmt.Errorf("removing redirection (nftables): %w", err)
 	}
 	return nil
+}
+
+// removeTableIfThere deletes a table and reports whether there was one. It looks first: a transaction that is refused
+// takes the kernel a grace period, some 10 ms (__nf_tables_abort, net/netfilter/nf_tables_api.c).
+func removeTableIfThere(socket *rawnetlink.Socket, name string, removal *batch) (bool, error) {
+	if there, err := readStatus(socket, name); err != nil || !there.exists {
+		return false, err
+	}
+	return removeTable(socket, removal)
+}
+
+// removeTable deletes a table that is most likely there, and reports whether it was.
+func removeTable(socket *rawnetlink.Socket, removal *batch) (bool, error) {
+	err := commit(socket, removal)
+	if errors.Is(err, unix.ENOENT) {
+		return false, nil
+	}
+	return err == nil, err
 }
 
 // compare returns in what the namespace's packet rules differ from the rule set.
