@@ -4,6 +4,8 @@ package agent
 
 import (
 	"context"
+	"errors"
+	"io/fs"
 	"time"
 )
 
@@ -53,8 +55,15 @@ func (p *parts) settleHost(ctx context.Context) error {
 	}
 }
 
+// takeOverHost takes out the rule of another agent, or of our other backend. Where the
+// agent's root is not the machine's, in a user namespace, the kernel may not show it what
+// x_tables has in the netns that came with that: nobody else has programmed it either.
 func (p *parts) takeOverHost(ctx context.Context) error {
 	found, err := p.backend.Predecessors.RemoveFromHost(ctx, onHost)
+	if errors.Is(err, fs.ErrPermission) {
+		p.cfg.Logger.Warn("another agent's rule for probes cannot be looked for everywhere", "err", err)
+		return nil
+	}
 	if found && err == nil {
 		p.cfg.Logger.Info("another agent's or backend's rule for probes taken out of the host")
 	}

@@ -5,7 +5,9 @@ package agent_test
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -176,7 +178,9 @@ func everything(t *testing.T, ns *netnstest.NS) string {
 	text := program(t, ns, "", "nft", "list", "ruleset")
 	for family, save := range map[redirection.Families]string{redirection.IPv4: "iptables-legacy-save", redirection.IPv6: "ip6tables-legacy-save"} {
 		tables, err := xtables.LegacyTables(ns.Runner(), family)
-		must(t, err)
+		if !errors.Is(err, fs.ErrPermission) { // the first netns of a user namespace may not show them
+			must(t, err)
+		}
 		if len(tables) > 0 {
 			text += program(t, ns, "", save)
 		}

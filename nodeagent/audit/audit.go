@@ -98,6 +98,7 @@ type Auditor struct {
 	cfg     Config
 	results results
 	slots   chan struct{} // holds a token for each audit at work
+	host    chan struct{} // holds a token while the host is audited: two would both find the same
 }
 
 // New returns an Auditor that has looked at nothing yet.
@@ -105,7 +106,7 @@ func New(cfg Config) (*Auditor, error) {
 	if err := cfg.validate(); err != nil {
 		return nil, err
 	}
-	return &Auditor{cfg: cfg, results: results{pods: map[string]*result{}}, slots: make(chan struct{}, atOnce)}, nil
+	return &Auditor{cfg: cfg, results: results{pods: map[string]*result{}}, slots: make(chan struct{}, atOnce), host: make(chan struct{}, 1)}, nil
 }
 
 // Pods audits pods at once, all that are enrolled if none is named, and returns what
@@ -140,11 +141,11 @@ func (a *Auditor) Host(ctx context.Context) (differences []string, err error) {
 	return a.auditHost(ctx)
 }
 
-// begin waits for a place among those at work.
-func (a *Auditor) begin(ctx context.Context) (end func(), err error) {
+// take waits for a place.
+func take(ctx context.Context, places chan struct{}) (giveBack func(), err error) {
 	select {
-	case a.slots <- struct{}{}:
-		return func() { <-a.slots }, nil
+	case places <- struct{}{}:
+		return func() { <-places }, nil
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
 	}
@@ -152,7 +153,7 @@ func (a *Auditor) begin(ctx context.Context) (end func(), err error) {
 
 // auditPod audits one pod and keeps, counts and logs what came of it.
 func (a *Auditor) auditPod(ctx context.Context, uid string) (enroll.Finding, bool) {
-	end, err := a.begin(ctx)
+	end, err := take(ctx, a.slots)
 	if err != nil {
 		return enroll.Finding{}, false
 	}
@@ -173,7 +174,12 @@ func (a *Auditor) auditPod(ctx context.Context, uid string) (enroll.Finding, boo
 
 // auditHost does so for the host.
 func (a *Auditor) auditHost(ctx context.Context) ([]string, error) {
-	end, err := a.begin(ctx)
+	next, err := take(ctx, a.host)
+	if err != nil {
+		return nil, err
+	}
+	defer next()
+	end, err := take(ctx, a.slots)
 	if err != nil {
 		return nil, err
 	}

@@ -171,10 +171,14 @@ func (w *world) begin(uid string) {
 func (w *world) Verify(context.Context) ([]redirection.Difference, error) {
 	w.begin("")
 	w.mu.Lock()
+	gone, err := w.hostGone, w.hostErr
+	w.mu.Unlock()
+	time.Sleep(w.took) // between looking and repairing
+	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.running--
-	if w.hostErr != nil || !w.hostGone {
-		return nil, w.hostErr
+	if err != nil || !gone {
+		return nil, err
 	}
 	return []redirection.Difference{{What: "table ambientd-host", Want: "with 1 entries"}}, nil
 }
@@ -440,6 +444,25 @@ func TestHostIsRepaired(t *testing.T) {
 		differences, err := a.Host(w.t.Context())
 		if err == nil || len(differences) != 0 || a.HostStatus().Error != "locked" {
 			t.Errorf("got %v, %v, status %+v", differences, err, a.HostStatus())
+		}
+	})
+}
+
+// Whoever asks while the host is audited waits: what differs is found, told and counted
+// once.
+func TestHostIsAuditedOnceAtATime(t *testing.T) {
+	in(t, nil, func(w *world) { w.hostGone, w.took = true, time.Second }, func(w *world, a *audit.Auditor) {
+		var asked sync.WaitGroup
+		for range 5 {
+			asked.Go(func() {
+				if _, err := a.Host(w.t.Context()); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		asked.Wait()
+		if w.counts["repaired host probes"] != 1 || a.HostStatus().Repairs != 1 {
+			t.Errorf("counted %v, status %+v", w.counts, a.HostStatus())
 		}
 	})
 }
