@@ -132,20 +132,17 @@ func (b *Backend) change(c *conn, opts redirection.Options, known sighting) (red
 // install makes the namespace hold the rule set, and returns what it held then. Where it is known what it holds, that is
 // nothing to do, or only what differs is changed.
 func (b *Backend) install(c *conn, set *ruleSet, known sighting) (sighting, error) {
-	if known.set != nil {
-		now, err := readGeneration(c.packet)
-		switch {
-		case err != nil:
-			return sighting{}, err
-		case now == known.generation && set == known.set:
-			return known, nil
-		case now == known.generation && known.handles != nil:
-			after, err := set.amend(c.packet, known)
-			if !errors.Is(err, unix.ERESTART) && !errors.Is(err, unix.ENOENT) {
-				return after, err
-			}
-			// Something changed meanwhile: it is no longer known.
+	switch {
+	case known.set == set:
+		if now, err := readGeneration(c.packet); err != nil || now == known.generation {
+			return known, err
 		}
+	case known.handles != nil:
+		after, err := set.amend(c.packet, known)
+		if !errors.Is(err, unix.ERESTART) && !errors.Is(err, unix.ENOENT) {
+			return after, err
+		}
+		// Something changed meanwhile: it is no longer known.
 	}
 	before, err := readStatus(c.packet, redirection.NFTablesTable)
 	if err != nil {
