@@ -19,7 +19,11 @@ import (
 func (s *ruleSet) amend(socket *rawnetlink.Socket, known sighting) (sighting, error) {
 	changes, after := s.amendment(known)
 	if len(changes) == 0 { // the options differ, and the rules do not
-		return sighting{generation: known.generation, set: s, handles: after}, nil
+		now, err := readGeneration(socket)
+		if err == nil && now != known.generation {
+			err = unix.ERESTART
+		}
+		return sighting{generation: now, set: s, handles: after}, err
 	}
 	answers, err := commitEchoed(socket, assembleAt(known.generation, changes))
 	if err != nil {

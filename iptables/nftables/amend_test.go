@@ -102,3 +102,26 @@ func TestChangesLeaveTheRestAlone(t *testing.T) {
 		}
 	}
 }
+
+// TestChangeOfNothingRepairs has options that differ, rules that do not, and damage that was done meanwhile.
+func TestChangeOfNothingRepairs(t *testing.T) {
+	p := newPod(t, newBackend(t))
+	opts := redirection.DefaultOptions()
+	other := opts
+	other.IPv6Uncaptured = redirection.UncapturedAllow // which is no matter where IPv6 is captured
+	p.apply(opts)
+	p.verify(opts)
+	before := p.generation()
+	p.apply(other)
+	p.verify(other)
+	if after := p.generation(); after != before {
+		t.Errorf("%d transactions", after-before)
+	}
+	p.nft(func(conn *google.Conn) error {
+		_, chain := ours("nat_output")
+		conn.FlushChain(chain)
+		return nil
+	})
+	p.apply(opts)
+	p.exact(opts)
+}

@@ -69,22 +69,41 @@ func (b *Backend) begin(c *conn, opts redirection.Options) (redirection.Families
 		}
 		routed <- routing{undo: undo, err: err}
 	}()
-	after, packetErr := set.create(c.packet)
+	after, packetErr := b.createUnlessThere(c, set)
 	routes := <-routed
 	switch {
-	case errors.Is(packetErr, unix.EEXIST): // a table of ours: an earlier agent's, or another call was faster
-		packetErr = nil
-		if routes.err == nil {
-			after, packetErr = b.install(c, set, sighting{})
-		}
-	case packetErr == nil && routes.err != nil:
+	case packetErr == nil && routes.err != nil && after.set != nil:
 		packetErr = commit(c.packet, b.removal)
+	case packetErr == nil && routes.err == nil && after.set == nil:
+		after, packetErr = b.install(c, set, sighting{})
 	}
 	if err := errors.Join(routes.err, packetErr); err != nil {
 		return 0, errors.Join(err, routes.undo.Undo())
 	}
 	b.note(c, after)
 	return families, nil
+}
+
+// createUnlessThere makes our table unless there is one, of an earlier agent's as a rule. Then it returns a sighting of
+// nothing, without having tried: a transaction that is refused takes the kernel a grace period, some 10 ms
+// (__nf_tables_abort, net/netfilter/nf_tables_api.c). No table can be there before the first transaction.
+func (b *Backend) createUnlessThere(c *conn, set *ruleSet) (sighting, error) {
+	const noneYet = 1
+	now, err := readGeneration(c.packet)
+	if err == nil && now != noneYet {
+		var before status
+		if before, err = readStatus(c.packet, redirection.NFTablesTable); before.exists {
+			return sighting{}, err
+		}
+	}
+	if err != nil {
+		return sighting{}, err
+	}
+	after, err := set.create(c.packet)
+	if errors.Is(err, unix.EEXIST) { // another call was faster
+		return sighting{}, nil
+	}
+	return after, err
 }
 
 // change applies to a namespace of which something is known.
@@ -113,20 +132,17 @@ func (b *Backend) change(c *conn, opts redirection.Options, known sighting) (red
 // install makes the namespace hold the rule set, and returns what it held then. Where it is known what it holds, that is
 // nothing to do, or only what differs is changed.
 func (b *Backend) install(c *conn, set *ruleSet, known sighting) (sighting, error) {
-	if known.set != nil {
-		now, err := readGeneration(c.packet)
-		switch {
-		case err != nil:
-			return sighting{}, err
-		case now == known.generation && set == known.set:
-			return known, nil
-		case now == known.generation && known.handles != nil:
-			after, err := set.amend(c.packet, known)
-			if !errors.Is(err, unix.ERESTART) && !errors.Is(err, unix.ENOENT) {
-				return after, err
-			}
-			// Something changed meanwhile: it is no longer known.
+	switch {
+	case known.set == set:
+		if now, err := readGeneration(c.packet); err != nil || now == known.generation {
+			return known, err
 		}
+	case known.handles != nil:
+		after, err := set.amend(c.packet, known)
+		if !errors.Is(err, unix.ERESTART) && !errors.Is(err, unix.ENOENT) {
+			return after, err
+		}
+		// Something changed meanwhile: it is no longer known.
 	}
 	before, err := readStatus(c.packet, redirection.NFTablesTable)
 	if err != nil {

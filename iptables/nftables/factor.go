@@ -54,7 +54,7 @@ func arrange(rules []redirection.Rule) []chainLines {
 func shorten(lines []line) []line {
 	lines = relaxed(advanced(trimmed(possible(lines))))
 	for _, c := range []exemption{loopbackExemption(), proxyExemption()} {
-		if factored := c.factor(lines); factored != nil && cost(factored) < cost(lines) {
+		if factored := c.factor(lines); factored != nil && (cost(factored) < cost(lines) || c.stays(lines)) {
 			lines = factored
 		}
 	}
@@ -153,8 +153,15 @@ func proxyExemption() exemption {
 	}
 }
 
-// factor returns the lines with the exemption as lines of its own before the first that has it, nil where that would mean
-// something else: where one after it redirects packets that are exempt from the first.
+// stays reports whether the lines are to have the exemption by itself though that costs a little more: egress has it so
+// with DNS capture, and a pod whose capture is switched over then keeps the line and that of its other egress.
+func (c exemption) stays(lines []line) bool {
+	last := lines[len(lines)-1]
+	return last.Chain.Hook == redirection.Output && c.in(last.Match)
+}
+
+// factor returns the lines with the exemption as lines of its own before those that have it, nil where that would mean
+// something else: where one after the first of them redirects packets that are exempt from it.
 func (c exemption) factor(lines []line) []line {
 	first := slices.IndexFunc(lines, func(l line) bool { return c.in(l.Match) })
 	if first < 0 {
@@ -170,6 +177,11 @@ func (c exemption) factor(lines []line) []line {
 		if !c.in(l.Match) && l.Verdict.Action != redirection.Accept && l.Families&families != 0 {
 			return nil
 		}
+	}
+	// What is accepted, and by which line, is all the same: right after the last redirection before, it is at the same place
+	// whatever follows.
+	for first > 0 && lines[first-1].Verdict.Action == redirection.Accept && lines[first-1].Row != 0 {
+		first--
 	}
 	factored := append([]line(nil), lines[:first]...)
 	factored = append(factored, c.lines(lines[first:])...)

@@ -132,10 +132,7 @@ func (b *Backend) DelEntry(ctx context.Context, run redirection.Runner, opts red
 // succeeds.
 func (b *Backend) RemoveHost(ctx context.Context, run redirection.Runner) error {
 	err := b.host.use(ctx, b.sockets, run, func(socket *rawnetlink.Socket) error {
-		err := commit(socket, encodeRemoval(redirection.HostTable))
-		if errors.Is(err, unix.ENOENT) {
-			err = nil
-		}
+		_, err := removeTableIfThere(socket, redirection.HostTable, encodeRemoval(redirection.HostTable))
 		return errors.Join(err, b.host.close())
 	})
 	if err != nil {

@@ -15,8 +15,8 @@
 // # What is atomic
 //
 // The table is replaced in one transaction: packets see the old rules or the new ones. Policy rule and route are added
-// before it, harmless while no rule sets their mark, and taken back if the transaction fails; on removal they go after
-// the table. Only where a namespace is not known yet both happen at the same time: no proxy serves it then.
+// before it, harmless while no rule sets their mark, and taken back if the transaction fails. Only where a namespace is not
+// known yet, and on removal, both happen at the same time: no proxy serves it then.
 package nftables
 
 import (
@@ -105,29 +105,49 @@ func (b *Backend) Remove(ctx context.Context, run redirection.Runner) error {
 		return err
 	}
 	err := b.within(run, func(c *conn) error {
+		_, known := b.seen.last(c.cookie)
 		b.seen.forget(c.cookie)
-		// What there is of policy routing can be looked at while the table goes, and goes after it.
-		var state *policyroute.State
-		read := make(chan error, 1)
-		go func() {
-			var err error
-			state, err = c.route.Read()
-			read <- err
-		}()
-		// Each of the two is worth doing though the other failed.
-		err := commit(c.packet, b.removal)
-		if errors.Is(err, unix.ENOENT) {
-			err = nil
+		// Each of the two is worth doing though the other fails, and the kernel works on both at the same time.
+		routed := make(chan error, 1)
+		go func() { routed <- removePolicyRouting(c.route) }()
+		var err error
+		if known {
+			_, err = removeTable(c.packet, b.removal)
+		} else {
+			_, err = removeTableIfThere(c.packet, redirection.NFTablesTable, b.removal)
 		}
-		if readErr := <-read; readErr != nil {
-			return errors.Join(err, readErr)
-		}
-		return errors.Join(err, c.route.Remove(state))
+		return errors.Join(err, <-routed)
 	})
 	if err != nil {
 		return fmt.Errorf("removing redirection (nftables): %w", err)
 	}
 	return nil
+}
+
+func removePolicyRouting(route *policyroute.Conn) error {
+	state, err := route.Read()
+	if err != nil {
+		return err
+	}
+	return route.Remove(state)
+}
+
+// removeTableIfThere deletes a table and reports whether there was one. It looks first: a transaction that is refused
+// takes the kernel a grace period, some 10 ms (__nf_tables_abort, net/netfilter/nf_tables_api.c).
+func removeTableIfThere(socket *rawnetlink.Socket, name string, removal *batch) (bool, error) {
+	if there, err := readStatus(socket, name); err != nil || !there.exists {
+		return false, err
+	}
+	return removeTable(socket, removal)
+}
+
+// removeTable deletes a table that is most likely there, and reports whether it was.
+func removeTable(socket *rawnetlink.Socket, removal *batch) (bool, error) {
+	err := commit(socket, removal)
+	if errors.Is(err, unix.ENOENT) {
+		return false, nil
+	}
+	return err == nil, err
 }
 
 // compare returns in what the namespace's packet rules differ from the rule set.

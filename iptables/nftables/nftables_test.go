@@ -244,7 +244,7 @@ func TestReplacementDoesNotAdd(t *testing.T) {
 	for _, chain := range []string{"raw_prerouting", "mangle_prerouting", "mangle_output", "nat_prerouting", "nat_output"} {
 		count[chain] = len(p.handles(chain))
 	}
-	want := map[string]int{"raw_prerouting": 0, "mangle_prerouting": 1, "mangle_output": 1, "nat_prerouting": 0, "nat_output": 7}
+	want := map[string]int{"raw_prerouting": 0, "mangle_prerouting": 1, "mangle_output": 1, "nat_prerouting": 0, "nat_output": 8}
 	if diff := cmp.Diff(want, count); diff != "" {
 		t.Errorf("rules by chain (-want +got):\n%s", diff)
 	}
@@ -314,7 +314,7 @@ func TestDamageIsReportedAndRepaired(t *testing.T) {
 	}{
 		{"rule deleted", func(p *pod, conn *google.Conn) error { return deleteRule(p, conn, "nat_output", 9) }, []string{
 			"rule of chain nat_output: missing, want row 13, ipv4,ipv6: tcp -> redirect to :15001"}},
-		{"rule in the middle deleted", func(p *pod, conn *google.Conn) error { return deleteRule(p, conn, "nat_prerouting", 1) }, []string{
+		{"rule in the middle deleted", func(p *pod, conn *google.Conn) error { return deleteRule(p, conn, "nat_prerouting", 2) }, []string{
 			"rule of chain nat_prerouting: missing, want row 3, ipv6: source fd16:9254:7127:1337:ffff:ffff:ffff:ffff/128 -> accept"}},
 		{"rule inserted", func(_ *pod, conn *google.Conn) error {
 			table, c := ours("nat_output")
@@ -333,13 +333,13 @@ func TestDamageIsReportedAndRepaired(t *testing.T) {
 		}, []string{"rule of chain mangle_prerouting: unexpected a rule, ipv4,ipv6: connmark 0x111/0xfff -> restore mark from connmark"}},
 		{"rule moved", func(p *pod, conn *google.Conn) error {
 			table, c := ours("nat_prerouting")
-			first := p.handles(c.Name)[0]
+			row3 := p.handles(c.Name)[1]
 			source := binary.BigEndian.AppendUint32(nil, 0xa9fe077f)
 			conn.AddRule(&google.Rule{Table: table, Chain: c, Exprs: []expr.Any{
 				&expr.Payload{Base: expr.PayloadBaseNetworkHeader, Offset: 12, Len: 4, DestRegister: 1},
 				&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: source}, &expr.Verdict{Kind: expr.VerdictAccept},
 			}})
-			return conn.DelRule(&google.Rule{Table: table, Chain: c, Handle: first})
+			return conn.DelRule(&google.Rule{Table: table, Chain: c, Handle: row3})
 		}, []string{
 			"rule of chain nat_prerouting: missing, want row 3, ipv4: source 169.254.7.127/32 -> accept",
 			"rule of chain nat_prerouting: unexpected a rule, [ payload load 4b @ network header + 12 => reg 1 ] [ cmp eq reg 1 0xa9fe077f ] [ immediate reg 0 verdict accept ]"}},

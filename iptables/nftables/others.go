@@ -125,12 +125,9 @@ func (b *Backend) RemoveTable(ctx context.Context, run redirection.Runner) (bool
 	if err := ctx.Err(); err != nil {
 		return false, err
 	}
-	found := true
-	err := b.packetRules(run, func(socket *rawnetlink.Socket) error {
-		err := commit(socket, b.removal)
-		if errors.Is(err, unix.ENOENT) {
-			found, err = false, nil
-		}
+	var found bool
+	err := b.packetRules(run, func(socket *rawnetlink.Socket) (err error) {
+		found, err = removeTableIfThere(socket, redirection.NFTablesTable, b.removal)
 		return err
 	})
 	if err != nil {

@@ -237,9 +237,35 @@ func edits(want, got []rule) []edit {
 	return found
 }
 
-// pair returns for each rule of a which rule of b it is, in a longest common subsequence of both, or -1. Both lists are
-// short, so the table of lengths is small.
+// pair returns for each rule of a which rule of b it is, in a longest common subsequence of both, or -1. What both begin
+// and end with is most of it as a rule.
 func pair(a, b []rule, same func(a, b rule) bool) []int {
+	begin := 0
+	for begin < min(len(a), len(b)) && same(a[begin], b[begin]) {
+		begin++
+	}
+	end := 0
+	for end < min(len(a), len(b))-begin && same(a[len(a)-1-end], b[len(b)-1-end]) {
+		end++
+	}
+	pairs := make([]int, len(a))
+	for i := range begin {
+		pairs[i] = i
+	}
+	for i := range end {
+		pairs[len(a)-1-i] = len(b) - 1 - i
+	}
+	for i, j := range pairBetween(a[begin:len(a)-end], b[begin:len(b)-end], same) {
+		if j >= 0 {
+			j += begin
+		}
+		pairs[begin+i] = j
+	}
+	return pairs
+}
+
+// pairBetween is pair for lists that are short: it makes a table of the lengths of common subsequences.
+func pairBetween(a, b []rule, same func(a, b rule) bool) []int {
 	common := make([][]int, len(a)+1)
 	for i := range common {
 		common[i] = make([]int, len(b)+1)

@@ -21,9 +21,11 @@ func (b *bench) finder(ctx context.Context, crowd *crowd) error {
 	if err != nil {
 		return err
 	}
+	// The best of each: all pods keep two cores busy, one pod only one, so what else the
+	// machine does weighs on the one side only.
 	b.rows = append(b.rows,
-		duration("finder: one pod's netns "+among, one, yardstickName, b.r.median(), 0, ""),
-		duration(fmt.Sprintf("finder: %d pods' netns %s", len(crowd.pods), among), all, "one pod", one.median(), finderLimit, "1.2 × one pod"))
+		duration("finder: one pod's netns "+among+", at best", one.best(), yardstickName, b.r.median(), 0, ""),
+		duration(fmt.Sprintf("finder: %d pods' netns %s, at best", len(crowd.pods), among), all.best(), "one pod", one.best().median(), finderLimit, "1.2 × one pod"))
 	return nil
 }
 
