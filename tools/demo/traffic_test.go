@@ -137,16 +137,28 @@ func TestRunInPodNamesWhatIsWrong(t *testing.T) {
 }
 
 // TestInspect puts one trace of each kind into a fresh netns.
+// makeNetns makes a netns that is gone after the test.
+func makeNetns(t *testing.T, name string) *enclave.Netns {
+	t.Helper()
+	netns, err := enclave.MakeNetns(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := netns.Remove(); err != nil {
+			t.Error(err)
+		}
+	})
+	return netns
+}
+
 func TestInspect(t *testing.T) {
 	netnstest.Require(t)
 	starter, err := enclave.NewStarter()
 	if err != nil {
 		t.Fatal(err)
 	}
-	netns, err := enclave.MakeNetns("inspect-test")
-	if err != nil {
-		t.Fatal(err)
-	}
+	netns := makeNetns(t, "inspect-test")
 	clean, err := inspect(deadline(t), netns, starter)
 	if err != nil {
 		t.Fatal(err)
@@ -218,10 +230,7 @@ func TestConntrackReplyPort(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	netns, err := enclave.MakeNetns("conntrack-test")
-	if err != nil {
-		t.Fatal(err)
-	}
+	netns := makeNetns(t, "conntrack-test")
 	var listener net.Listener
 	if err := netns.Do(func() error {
 		lo, err := netlink.LinkByName("lo")

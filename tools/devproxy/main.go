@@ -59,6 +59,7 @@ type config struct {
 	adminSocket string
 	trustDomain string
 	nack        patterns
+	deny        patterns
 	logFormat   string
 	original    bool
 }
@@ -83,6 +84,7 @@ func parse(args []string, usage io.Writer) (config, error) {
 	flags.StringVar(&c.adminSocket, "admin-socket", "/run/ambientd/private/admin.sock", "`path` of the agent's admin socket, asked which address has which identity")
 	flags.StringVar(&c.trustDomain, "trust-domain", "cluster.local", "SPIFFE trust `domain` of all identities")
 	flags.Var(&c.nack, "nack", "refuse pods whose namespace/name matches the `pattern` (of Go's path.Match); may be repeated")
+	flags.Var(&c.deny, "deny", "let nobody connect to pods whose namespace/name matches the `pattern`, as a policy that denies all; may be repeated")
 	flags.StringVar(&c.logFormat, "log-format", "text", "`format` of the log on standard error, text or json")
 	flags.BoolVar(&c.original, "original-source", true, "let applications see the client's own address; needs the redirection's rules and routes in the pod")
 	if err := flags.Parse(args); err != nil {
@@ -126,10 +128,11 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 		Peers:        peers.Agent{Socket: cfg.adminSocket},
 		Source:       source,
 		Refuse:       cfg.nack,
+		Deny:         cfg.deny,
 		Logger:       log,
 	})
 	if err != nil {
-		return fmt.Errorf("--nack: %w", err)
+		return fmt.Errorf("--nack or --deny: %w", err)
 	}
 	defer manager.Close()
 	zds := zdsclient.New(zdsclient.Config{Socket: cfg.zdsSocket, Handler: manager, Logger: log})

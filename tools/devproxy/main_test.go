@@ -195,6 +195,24 @@ func TestRefusedPods(t *testing.T) {
 	w.check(w.enroll("good", w.server))
 }
 
+// A denied pod is served, and nobody gets through to its application: neither from
+// the mesh nor from outside.
+func TestDeniedPods(t *testing.T) {
+	w := newWorld(t, "--deny", "shop/server")
+	w.enrollBoth()
+	w.echo(w.server, "0.0.0.0:8080")
+	for _, from := range []struct {
+		ns *netnstest.NS
+		to string
+	}{{w.client, "10.0.1.2:8080"}, {w.outside, "10.0.2.2:8080"}} {
+		if _, reply, err := w.talk(from.ns, from.to); reply != "" {
+			t.Errorf("to %s: the application answered %q, %v", from.to, reply, err)
+		}
+	}
+	w.log.await(w.ctx, t, "connection", "pod", "shop/server", "err", "pattern shop/server", "direction", "inbound-plaintext")
+	w.log.await(w.ctx, t, "connection", "pod", "shop/server", "err", "pattern shop/server", "protocol", "hbone")
+}
+
 func TestDel(t *testing.T) {
 	w := newWorld(t)
 	w.enrollBoth()
@@ -265,6 +283,7 @@ func TestFlags(t *testing.T) {
 	}{
 		{[]string{"--trust-domain", "NO"}, "--trust-domain"},
 		{[]string{"--nack", "["}, "--nack"},
+		{[]string{"--deny", "["}, "--deny"},
 		{[]string{"--log-format", "xml"}, "--log-format"},
 		{[]string{"stray"}, "stray"},
 		{[]string{"--unknown"}, "unknown"},

@@ -98,6 +98,9 @@ func (p *pod) openPlaintext(ctx context.Context, c *net.TCPConn, conn *connectio
 // dialApplication connects to the pod's own application, in the client's name
 // if so configured.
 func (p *pod) dialApplication(ctx context.Context, client netip.Addr, to netip.AddrPort) (hbone.Upstream, error) {
+	if pattern, denied := matching(p.cfg.Deny, p.name); denied {
+		return nil, fmt.Errorf("all traffic to this pod is denied, as pattern %s says", pattern)
+	}
 	switch to.Port() {
 	case outboundPort, plaintextPort, hbone.Port, dnsPort:
 		return nil, errors.New("the destination is the proxy itself")

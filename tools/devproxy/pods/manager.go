@@ -17,6 +17,7 @@ import (
 	"net/netip"
 	"os"
 	"path"
+	"slices"
 	"sync"
 	"time"
 
@@ -58,9 +59,11 @@ type Config struct {
 	Certificates Certificates
 	Peers        Peers
 	Source       SourceAddress
-	// Refuse has patterns of path.Match on "namespace/name": these pods are
-	// refused, for tests of the agent.
+	// Refuse and Deny have patterns of path.Match on "namespace/name", for tests of
+	// the agent: pods that are refused, and pods that are served but to which
+	// nobody gets through, as if a policy denied all.
 	Refuse []string
+	Deny   []string
 	Logger *slog.Logger
 }
 
@@ -75,9 +78,9 @@ type Manager struct {
 
 // NewManager returns a Manager without pods.
 func NewManager(cfg Config) (*Manager, error) {
-	for _, pattern := range cfg.Refuse {
+	for _, pattern := range slices.Concat(cfg.Refuse, cfg.Deny) {
 		if _, err := path.Match(pattern, ""); err != nil {
-			return nil, fmt.Errorf("pattern %q of pods to refuse: %w", pattern, err)
+			return nil, fmt.Errorf("pattern %q of pods: %w", pattern, err)
 		}
 	}
 	switch cfg.Source {
@@ -129,16 +132,21 @@ func (m *Manager) add(ctx context.Context, w zdsclient.Workload, file *os.File, 
 
 func (m *Manager) allowed(w zdsclient.Workload) error {
 	name := w.Namespace + "/" + w.Name
-	for _, pattern := range m.cfg.Refuse {
-		matched, err := path.Match(pattern, name)
-		if err != nil {
-			return fmt.Errorf("pattern %q of pods to refuse: %w", pattern, err)
-		}
-		if matched {
-			return fmt.Errorf("pod %s is to be refused, as pattern %s says", name, pattern)
-		}
+	if pattern, ok := matching(m.cfg.Refuse, name); ok {
+		return fmt.Errorf("pod %s is to be refused, as pattern %s says", name, pattern)
 	}
 	return nil
+}
+
+// matching returns the first of the patterns, which [NewManager] has checked, that
+// the pod's name matches.
+func matching(patterns []string, name string) (pattern string, ok bool) {
+	for _, pattern := range patterns {
+		if matched, err := path.Match(pattern, name); err == nil && matched {
+			return pattern, true
+		}
+	}
+	return "", false
 }
 
 // Del stops to listen for a pod before it returns, and gives its connections a
