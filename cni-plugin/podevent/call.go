@@ -42,12 +42,12 @@ func Call(ctx context.Context, socket string, req Request, netns *os.File) (Repl
 	switch {
 	case errors.Is(sendErr, errUnusableFile):
 		return Reply{}, sendErr
-	case sendErr != nil && !errors.Is(sendErr, syscall.EPIPE) && !errors.Is(sendErr, syscall.ECONNRESET):
+	case sendErr != nil && !errors.Is(sendErr, syscall.EPIPE) && !errors.Is(sendErr, syscall.ECONNRESET) && !errors.Is(sendErr, os.ErrDeadlineExceeded):
 		return Reply{}, unavailable(ctx, sendErr)
 	}
 	// An agent that refuses early answers and closes while the request is still being written: the
 	// write fails then, and the answer says why.
-	reply, err := readReply(conn)
+	reply, err := readReply(&lastLook{conn: conn})
 	switch {
 	case err == nil:
 		return reply, nil
@@ -63,6 +63,35 @@ func Call(ctx context.Context, socket string, req Request, netns *os.File) (Repl
 func isVersionError(err error) bool {
 	var versionErr *VersionError
 	return errors.As(err, &versionErr)
+}
+
+// lastLook reads what has come, also once the deadline is over. On a busy machine a process may not
+// run between the reply's coming and the deadline; what the agent has answered is then so all the
+// same, and package net does not even look.
+type lastLook struct{ conn *net.UnixConn }
+
+// Read waits until the deadline, and looks once more then.
+func (l *lastLook) Read(buf []byte) (int, error) {
+	n, err := l.conn.Read(buf)
+	if !errors.Is(err, os.ErrDeadlineExceeded) || len(buf) == 0 {
+		return n, err
+	}
+	raw, rawErr := l.conn.SyscallConn()
+	if rawErr != nil {
+		return n, err
+	}
+	var got int
+	var recvErr error
+	// Control, unlike RawConn.Read, does not ask for the deadline.
+	if rawErr := raw.Control(func(fd uintptr) {
+		got, _, recvErr = syscall.Recvfrom(int(fd), buf, syscall.MSG_DONTWAIT)
+	}); rawErr != nil || recvErr != nil {
+		return n, err // nothing has come
+	}
+	if got == 0 {
+		return 0, io.EOF
+	}
+	return got, nil
 }
 
 // unavailable says why there is no answer: the end of ctx rather than the I/O error that it caused.

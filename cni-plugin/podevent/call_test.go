@@ -11,6 +11,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -291,6 +292,60 @@ func TestCallEarlyRefusal(t *testing.T) {
 	if err != nil || reply.Error == nil || reply.Error.Msg != "busy" {
 		t.Errorf("reply: %+v, error: %v", reply, err)
 	}
+}
+
+// TestReplyWins: an answer that has come is taken, though the deadline passed, the agent closed, and
+// it did so without having read all, by which the kernel resets the connection.
+func TestReplyWins(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		unread int // bytes of the request that the agent leaves
+		parts  int // in which the reply comes
+	}{
+		{"in time but for the scheduler", 0, 1},
+		{"after a reset", 10, 1},
+		{"in parts", 10, 5},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			agent, plugin := pair(t)
+			if _, err := plugin.Write(make([]byte, c.unread)); err != nil {
+				t.Fatal(err)
+			}
+			for part := range slices.Chunk(framed(`{"version":2,"result":[]}`), 29/c.parts) {
+				if _, err := agent.Write(part); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := errors.Join(agent.Close(), plugin.SetDeadline(time.Unix(1, 0))); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := readReply(plugin); !errors.Is(err, os.ErrDeadlineExceeded) {
+				t.Fatalf("package net looks once more by itself (%v): lastLook is not needed any more", err)
+			}
+			_, err := readReply(&lastLook{conn: plugin})
+			if !isVersionError(err) {
+				t.Errorf("error: %v, want the reply's", err)
+			}
+		})
+	}
+	t.Run("none has come", func(t *testing.T) {
+		_, plugin := pair(t)
+		if err := plugin.SetDeadline(time.Unix(1, 0)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := readReply(&lastLook{conn: plugin}); !errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Errorf("error: %v", err)
+		}
+	})
+	t.Run("hung up", func(t *testing.T) {
+		agent, plugin := pair(t)
+		if err := errors.Join(agent.Close(), plugin.SetDeadline(time.Unix(1, 0))); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := readReply(&lastLook{conn: plugin}); !errors.Is(err, io.EOF) {
+			t.Errorf("error: %v", err)
+		}
+	})
 }
 
 // TestCallBacklog: a full queue of connections is waited for.
