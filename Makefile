@@ -46,7 +46,7 @@ build: require-go ## Build bin/ambientd, bin/ambient-cni and bin/devproxy, stati
 .PHONY: require-test
 require-test: require-go
 	$(COMMON) require_kernel
-	$(COMMON) require_commands iptables-nft-restore:iptables nft:nftables
+	$(COMMON) require_commands iptables-nft-restore:iptables nft:nftables ipset:ipset ip:iproute2
 	$(COMMON) require_race
 
 .PHONY: test

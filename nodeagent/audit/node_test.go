@@ -260,7 +260,7 @@ func run(t *testing.T, ns *netnstest.NS, name string, args ...string) string {
 	if err != nil {
 		path = filepath.Join("/usr/sbin", name)
 		if _, err := os.Stat(path); err != nil {
-			t.Skip("needs ", name)
+			t.Fatalf("needs %s, which make test installs", name)
 		}
 	}
 	var out []byte
