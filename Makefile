@@ -41,6 +41,19 @@ build: require-go ## Build bin/ambientd, bin/ambient-cni and bin/devproxy, stati
 	$(GO_BUILD) -o bin/ambient-cni ./cni-plugin
 	$(GO_BUILD) -o bin/devproxy ./tools/devproxy
 
+# Images are for nodes, which may have another architecture than this machine.
+TARGET_ARCH ?= $(shell go env GOARCH)
+
+.PHONY: image
+image: require-go ## Make out/image/*.tar, images that a container runtime imports (TARGET_ARCH=arm64 for others).
+	mkdir -p out/image/$(TARGET_ARCH)
+	GOARCH=$(TARGET_ARCH) $(GO_BUILD) -o out/image/$(TARGET_ARCH)/ambientd ./nodeagent
+	GOARCH=$(TARGET_ARCH) $(GO_BUILD) -o out/image/$(TARGET_ARCH)/ambient-cni ./cni-plugin
+	GOARCH=$(TARGET_ARCH) $(GO_BUILD) -o out/image/$(TARGET_ARCH)/devproxy ./tools/devproxy
+	GOARCH=$(TARGET_ARCH) $(GO_BUILD) -o out/image/$(TARGET_ARCH)/testapp ./tools/e2e/testapp
+	CGO_ENABLED=0 go -C tools/image build -trimpath -o ../../out/imagetool .
+	out/imagetool --bin=out/image/$(TARGET_ARCH) --out=out/image --arch=$(TARGET_ARCH) $(ARGS)
+
 # The race detector is what needs a C compiler; the kernel tests drive iptables
 # and read back what the nftables backend wrote with nft.
 .PHONY: require-test
@@ -52,6 +65,7 @@ require-test: require-go
 .PHONY: test
 test: require-test ## Run all tests with the race detector (installs what they need, as root on Debian).
 	CGO_ENABLED=1 go test -race $(TESTFLAGS) ./...
+	CGO_ENABLED=1 go -C tools/image test -race $(TESTFLAGS) ./...
 
 .PHONY: demo
 demo: build ## Walk pods through the mesh in namespaces of their own, and check each step.

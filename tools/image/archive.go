@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"archive/tar"
+	"bytes"
+	"debug/elf"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/google/go-containerregistry/pkg/name"
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/empty"
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/tarball"
+)
+
+// machines are the architectures that images are made for.
+func machines() map[string]elf.Machine {
+	return map[string]elf.Machine{"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64}
+}
+
+// write makes the image as a docker-archive at path, by rename: who imports it meanwhile
+// gets a whole one.
+func (c config) write(img image, path string) error {
+	made, err := c.assemble(img)
+	if err != nil {
+		return err
+	}
+	tag, err := name.NewTag("localhost/"+img.name+":"+c.tag, name.StrictValidation)
+	if err != nil {
+		return err
+	}
+	fresh := path + ".new"
+	if err := tarball.WriteToFile(fresh, tag, made); err != nil {
+		return errors.Join(err, os.Remove(fresh))
+	}
+	return os.Rename(fresh, path)
+}
+
+// assemble makes an image of one layer.
+func (c config) assemble(img image) (v1.Image, error) {
+	content, err := c.layer(img.programs)
+	if err != nil {
+		return nil, err
+	}
+	layer, err := tarball.LayerFromOpener(func() (io.ReadCloser, error) {
+		return io.NopCloser(bytes.NewReader(content)), nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("making the layer: %w", err)
+	}
+	made, err := mutate.AppendLayers(empty.Image, layer)
+	if err != nil {
+		return nil, fmt.Errorf("adding the layer: %w", err)
+	}
+	described, err := made.ConfigFile()
+	if err != nil {
+		return nil, fmt.Errorf("reading the image's configuration: %w", err)
+	}
+	described = described.DeepCopy()
+	described.OS, described.Architecture = "linux", c.arch
+	described.Config = v1.Config{
+		Entrypoint: []string{"/" + path.Join(programsDir, img.programs[0])},
+		Env:        []string{"PATH=/" + programsDir},
+	}
+	return mutate.ConfigFile(made, described)
+}
+
+// layer is a tar file of the programs, the same for the same programs.
+func (c config) layer(programs []string) ([]byte, error) {
+	var out bytes.Buffer
+	w := tar.NewWriter(&out)
+	for dir := range parents(programsDir) {
+		if err := w.WriteHeader(&tar.Header{Typeflag: tar.TypeDir, Name: dir + "/", Mode: 0o755, ModTime: time.Unix(0, 0)}); err != nil {
+			return nil, err
+		}
+	}
+	for _, program := range slices.Sorted(slices.Values(programs)) {
+		content, err := os.ReadFile(filepath.Join(c.bin, program))
+		if err != nil {
+			return nil, fmt.Errorf("reading a program: %w; run make build first", err)
+		}
+		if err := checkStatic(content, c.arch); err != nil {
+			return nil, fmt.Errorf("program %s: %w", filepath.Join(c.bin, program), err)
+		}
+		header := &tar.Header{
+			Typeflag: tar.TypeReg, Name: path.Join(programsDir, program), Mode: 0o755,
+			Size: int64(len(content)), ModTime: time.Unix(0, 0),
+		}
+		if err := w.WriteHeader(header); err != nil {
+			return nil, err
+		}
+		if _, err := w.Write(content); err != nil {
+			return nil, err
+		}
+	}
+	return out.Bytes(), w.Close()
+}
+
+// parents yields "a", "a/b", "a/b/c" of the last.
+func parents(dir string) func(yield func(string) bool) {
+	return func(yield func(string) bool) {
+		parts := strings.Split(dir, "/")
+		for i := range parts {
+			if !yield(strings.Join(parts[:i+1], "/")) {
+				return
+			}
+		}
+	}
+}
+
+// checkStatic says why a program would not start in the image.
+func checkStatic(content []byte, arch string) error {
+	file, err := elf.NewFile(bytes.NewReader(content))
+	if err != nil {
+		return fmt.Errorf("reading it as a Linux program: %w", err)
+	}
+	defer file.Close()
+	machine, known := machines()[arch]
+	if !known {
+		return fmt.Errorf("no images are made for architecture %q", arch)
+	}
+	if file.Machine != machine {
+		return fmt.Errorf("it is for %s, not for %s", file.Machine, arch)
+	}
+	for _, p := range file.Progs {
+		if p.Type == elf.PT_INTERP {
+			return errors.New("it is linked dynamically, and there are no libraries in the image: build it with CGO_ENABLED=0")
+		}
+	}
+	return nil
+}
