@@ -16,6 +16,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"ambientd/nodeagent/podsource"
 	"ambientd/nodeagent/podsource/manifests"
 	"ambientd/nodeagent/workload"
 )
@@ -205,11 +206,11 @@ func TestLookupRefuses(t *testing.T) {
 	d.put("broken.yaml", "kind: [Pod")
 	s := d.open()
 	_, err := s.Lookup(t.Context(), "shop", "gone", "")
-	wantError(t, err, manifests.ErrNotFound, "shop/gone", d.path, "broken.yaml")
+	wantError(t, err, podsource.ErrNotFound, "shop/gone", d.path, "broken.yaml")
 	_, err = s.Lookup(t.Context(), "other", "web", "")
-	wantError(t, err, manifests.ErrNotFound, "other/web")
+	wantError(t, err, podsource.ErrNotFound, "other/web")
 	_, err = s.Lookup(t.Context(), "shop", "web", "another")
-	wantError(t, err, manifests.ErrUIDMismatch, "shop/web", "6c1f2f9e-0000-4000-8000-000000000001", "another", "web.yaml")
+	wantError(t, err, podsource.ErrUIDMismatch, "shop/web", "6c1f2f9e-0000-4000-8000-000000000001", "another", "web.yaml")
 
 	ended, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -236,7 +237,7 @@ func TestLookupSeesWhatWasWrittenBefore(t *testing.T) {
 		if round%2 == 0 {
 			d.remove("a.yaml")
 			_, err := s.Lookup(t.Context(), "shop", "a", "")
-			wantError(t, err, manifests.ErrNotFound)
+			wantError(t, err, podsource.ErrNotFound)
 		}
 	}
 }
@@ -317,7 +318,7 @@ func TestRecreatedUnderTheSameName(t *testing.T) {
 	d.put("web.yaml", strings.ReplaceAll(webPod, "000001", "000002"))
 	lookup(t, s, "web", "6c1f2f9e-0000-4000-8000-000000000002")
 	_, err := s.Lookup(t.Context(), "shop", "web", "6c1f2f9e-0000-4000-8000-000000000001")
-	wantError(t, err, manifests.ErrUIDMismatch)
+	wantError(t, err, podsource.ErrUIDMismatch)
 }
 
 // copies is the inside of a YAML mapping with so many values that are all the same.
@@ -370,7 +371,7 @@ func TestUnreadableFiles(t *testing.T) {
 			s := d.open()
 			lookup(t, s, "ok", "")
 			_, err := s.Lookup(t.Context(), "shop", "a", "")
-			wantError(t, err, manifests.ErrNotFound, "bad.yaml")
+			wantError(t, err, podsource.ErrNotFound, "bad.yaml")
 			lines := d.logged()
 			if len(lines) != 1 || !containsAll(lines[0], append(test.want, "manifest is not in use", filepath.Join(d.path, "bad.yaml"))) {
 				t.Errorf("logged %q; want one line with %q", lines, test.want)
@@ -409,7 +410,7 @@ func TestManyUnreadableFiles(t *testing.T) {
 		d.put(fmt.Sprintf("bad%03d.yaml", i), "kind: [Pod")
 	}
 	_, err := d.open().Lookup(t.Context(), "shop", "a", "")
-	wantError(t, err, manifests.ErrNotFound, "bad000.yaml", "495 more")
+	wantError(t, err, podsource.ErrNotFound, "bad000.yaml", "495 more")
 	if n := len(err.Error()); n > 2000 {
 		t.Errorf("the error has %d bytes", n)
 	}
@@ -460,7 +461,7 @@ func TestDuplicates(t *testing.T) {
 	}
 	lookup(t, s, "b", "") // beside the document that is ignored
 	_, err := s.Lookup(t.Context(), "shop", "thief", "")
-	wantError(t, err, manifests.ErrNotFound)
+	wantError(t, err, podsource.ErrNotFound)
 	lines := d.logged()
 	for i, want := range [][]string{
 		{"document is ignored", "/b.yaml", "pod shop/a: a.yaml has it too"},

@@ -17,16 +17,8 @@ import (
 	"github.com/fsnotify/fsnotify"
 	"golang.org/x/sync/singleflight"
 
+	"ambientd/nodeagent/podsource"
 	"ambientd/nodeagent/workload"
-)
-
-var (
-	// ErrNotFound says that no manifest describes the pod.
-	ErrNotFound = errors.New("no manifest of the pod")
-
-	// ErrUIDMismatch says that the pod of that name is another one: the manifest's
-	// UID is not the runtime's.
-	ErrUIDMismatch = errors.New("the pod has another UID")
 )
 
 const (
@@ -143,8 +135,8 @@ func (s *Source) refresh() {
 }
 
 // Lookup returns the pod of that name. The UID may be empty; if it is not, it
-// must be the pod's, or the error wraps [ErrUIDMismatch]. An unknown pod is
-// [ErrNotFound], which names the files that could not be read, as the pod may be
+// must be the pod's, or the error wraps [podsource.ErrUIDMismatch]. An unknown pod is
+// [podsource.ErrNotFound], which names the files that could not be read, as the pod may be
 // in one of them.
 //
 // A manifest that was written before the call counts: the directory's and the
@@ -204,13 +196,13 @@ func (s *Source) settle(r *reading, e entry, found bool, name podName, uid strin
 		return e.pod, nil
 	case found:
 		return workload.Pod{}, fmt.Errorf("pod %s: %w: %s in manifest %s, %s from the runtime; if the manifest is right, "+
-			"whatever starts the pod has to pass its UID", e.pod, ErrUIDMismatch, e.pod.UID, e.files[0].name, uid)
+			"whatever starts the pod has to pass its UID", e.pod, podsource.ErrUIDMismatch, e.pod.UID, e.files[0].name, uid)
 	}
 	hint := ""
 	if files := r.snapshot.unreadable(); files != "" {
 		hint = "; files that cannot be read: " + files
 	}
-	return workload.Pod{}, fmt.Errorf("pod %s/%s in %s: %w%s", name.namespace, name.name, s.cfg.Dir, ErrNotFound, hint)
+	return workload.Pod{}, fmt.Errorf("pod %s/%s in %s: %w%s", name.namespace, name.name, s.cfg.Dir, podsource.ErrNotFound, hint)
 }
 
 // reload reads the directory, unless somebody has begun to do so after since and

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"ambientd/nodeagent/podsource"
 )
 
 // What is a pipe by the time it is opened, with a writer who says nothing, stands
@@ -95,7 +97,7 @@ func TestLookupEndsWithItsContext(t *testing.T) {
 	if !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("error %v, want the context's", err)
 	}
-	if _, err := s.Lookup(t.Context(), "shop", "web", ""); !errors.Is(err, ErrNotFound) {
-		t.Errorf("error %v, want ErrNotFound once the directory can be read", err)
+	if _, err := s.Lookup(t.Context(), "shop", "web", ""); !errors.Is(err, podsource.ErrNotFound) {
+		t.Errorf("error %v, want podsource.ErrNotFound once the directory can be read", err)
 	}
 }
