@@ -42,6 +42,7 @@ func (e *Enroller) add(ctx context.Context, req podevent.Request, netns *os.File
 	started := time.Now()
 	p, err := e.enrol(ctx, req, pod, netns)
 	if err != nil {
+		e.reportFailure(pod, err)
 		return podevent.Reply{}, err
 	}
 	e.cfg.Logger.Info("pod enrolled", "pod", pod.String(), "uid", pod.UID, "netns", p.netns.String(),
@@ -138,6 +139,7 @@ func (e *Enroller) options(pod workload.Pod, where place) (redirection.Options, 
 func (e *Enroller) reportMalformed(p *enrolment) {
 	for _, m := range p.malformed {
 		e.cfg.Logger.Warn("pod option is malformed and counts as absent", "pod", p.pod.String(), "uid", p.pod.UID, "option", m.String())
+		e.cfg.Reporter.Event(p.pod, ReasonMalformed, m.String())
 	}
 }
 
@@ -162,6 +164,7 @@ func (e *Enroller) commit(p *enrolment) {
 	delete(e.ended, p.pod.UID)
 	e.attachments.setSkipped(p.pod.UID, p.netns, "")
 	e.signalChange()
+	e.reportState(p)
 }
 
 func (e *Enroller) addAddresses(p *enrolment, ips []netip.Addr) {

@@ -67,6 +67,7 @@ func (e *Enroller) Audit(ctx context.Context, uid string) (f Finding, ok bool) {
 	if !enrolled || !p.done || !pinned {
 		return Finding{}, false
 	}
+	defer func() { e.reportFinding(p, f) }()
 	f = Finding{Pod: p.pod.String(), UID: uid}
 	if e.hasMoved(ctx, p, ns, &f) {
 		return f, true

@@ -193,10 +193,12 @@ func (e *Enroller) enrolRunningIn(ctx context.Context, pod workload.Pod, where p
 	w := way{redirect: e.settle, announce: e.announce, certify: e.awaitCertificate, commit: func() { e.commit(p) }}
 	if err := runWhole(ctx, e.steps(p, ns, w)); err != nil {
 		e.forgetEnrolment(p)
+		e.reportFailure(pod, err)
 		return fmt.Errorf("enrolling running pod %s: %w", pod, err)
 	}
 	e.cfg.Logger.Info("running pod enrolled", "pod", pod.String(), "uid", pod.UID, "netns", p.netns.String(),
 		"identity", p.identity.String(), "families", p.families.String())
+	e.cfg.Reporter.Event(pod, ReasonEnrolled, "enrolled in the mesh while it ran")
 	return nil
 }
 
@@ -260,6 +262,7 @@ func (e *Enroller) reapply(ctx context.Context, pod workload.Pod) error {
 	families := p.families
 	if options.Key() != p.options.Key() {
 		if families, err = e.cfg.Redirection.Apply(ctx, ns.Do, options); err != nil {
+			e.cfg.Reporter.Event(pod, ReasonFailed, "its changed options are not in force yet: "+err.Error())
 			return &StepError{Step: stepRedirection, Err: err}
 		}
 	}

@@ -105,7 +105,7 @@ const (
 	ResetConnections ExistingConnections = "reset" // their next packet is redirected, which ends them
 )
 
-// Config is what an Enroller works with; every field is required.
+// Config is what an Enroller works with; every field but Reporter is required.
 type Config struct {
 	Host         *podnetns.Host                    // the netns that is never touched, and the verifier of all others
 	Pins         *podnetns.Pins                    // the netns of enrolled pods, which the Finder must know too
@@ -125,6 +125,8 @@ type Config struct {
 	NodeProxy    NodeProxy                         // the ZDS server
 	ProxySet     ProxySet                          // what the proxies have
 	Registered   func(spiffeid.ID) bool            // whether the registry has an identity
+
+	Reporter Reporter // may be nil: nobody is told
 
 	ExistingConnections ExistingConnections
 
@@ -191,6 +193,9 @@ type enrolment struct {
 func New(cfg Config) (*Enroller, error) {
 	if err := cfg.validate(); err != nil {
 		return nil, err
+	}
+	if cfg.Reporter == nil {
+		cfg.Reporter = silent{}
 	}
 	return &Enroller{
 		cfg:         cfg,

@@ -5,9 +5,12 @@ package enroll
 import (
 	"net/netip"
 
+	corev1 "k8s.io/api/core/v1"
+
 	"ambientd/cni-plugin/podevent"
 	"ambientd/nodeagent/podnetns"
 	"ambientd/nodeagent/records"
+	"ambientd/nodeagent/workload"
 )
 
 // place is where a pod runs, as its last ADD or the finder told. It outlives the
@@ -52,6 +55,7 @@ func (e *Enroller) record(uid string) (records.Record, bool) {
 	}
 	if p, enrolled := e.pods[uid]; enrolled {
 		r.Skipped, r.Families, r.Backend = "", p.families.String(), e.cfg.BackendName
+		r.ServiceAccount, r.Annotations, r.Probes = p.pod.ServiceAccount, recordedOptions(p.pod), p.pod.Probes
 	}
 	for of := range e.attachments.ofPod[uid] {
 		a := e.attachments.records[of]
@@ -64,6 +68,35 @@ func (e *Enroller) record(uid string) (records.Record, bool) {
 		r.Attachments = append(r.Attachments, records.Attachment{Network: a.network, ContainerID: of.ContainerID, IfName: of.IfName})
 	}
 	return r, true
+}
+
+// maxRecordedOptions bounds what a record holds of a pod's annotations, which its author
+// may make as long as 256 KiB.
+const maxRecordedOptions = 16 << 10
+
+// recordedOptions are the annotations that are options. If they are too long there are
+// none: the pod then has the node's options for as long as its object cannot be read.
+func recordedOptions(pod workload.Pod) map[string]string {
+	options, size := map[string]string{}, 0
+	for key, value := range pod.Annotations {
+		if workload.IsOption(key) {
+			options[key] = value
+			size += len(value)
+		}
+	}
+	if size > maxRecordedOptions {
+		return nil
+	}
+	return options
+}
+
+// recordedPod is the pod as it was recorded, false if the record is of an agent that
+// did not note enough.
+func recordedPod(r records.Record) (workload.Pod, bool) {
+	return workload.Pod{
+		UID: r.UID, Namespace: r.Namespace, Name: r.Name, ServiceAccount: r.ServiceAccount,
+		Annotations: r.Annotations, Probes: r.Probes, IPs: r.IPs, Phase: corev1.PodRunning,
+	}, r.ServiceAccount != ""
 }
 
 // recall is the reverse of remember, at the start of the agent.

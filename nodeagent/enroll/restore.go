@@ -40,14 +40,16 @@ func (e *Enroller) Restore(ctx context.Context) error {
 			wanted = append(wanted, podnetns.Wanted{UID: r.UID, IPs: r.IPs, NetnsPath: r.NetnsPath, Key: r.Key})
 		}
 	}
-	e.restoreFound(ctx, listed, wanted)
+	e.restoreFound(ctx, listed, enrolled, wanted)
 	e.forgetGone(listed)
 	return nil
 }
 
 // restoreFound finds the pods' netns in one pass and takes each of them up, or
-// clears it if the pod does not belong in the mesh any more.
-func (e *Enroller) restoreFound(ctx context.Context, listed listing, wanted []podnetns.Wanted) {
+// clears it if the pod does not belong in the mesh any more. A pod whose object cannot be
+// read, because the source cannot be reached, is taken up as it was recorded:
+// [Enroller.Run] puts right what has changed meanwhile, once it can tell.
+func (e *Enroller) restoreFound(ctx context.Context, listed listing, recorded map[string]records.Record, wanted []podnetns.Wanted) {
 	if len(wanted) == 0 {
 		return
 	}
@@ -58,11 +60,19 @@ func (e *Enroller) restoreFound(ctx context.Context, listed listing, wanted []po
 	}
 	for uid, ns := range found {
 		pod, known := listed.pods[uid]
+		asRecorded, hasPod := recordedPod(recorded[uid])
 		switch {
 		case known && e.cfg.Policy.Decide(pod).InMesh:
 			work.do(uid, func() error { return e.restorePod(ctx, pod, ns) })
 		case known || listed.complete:
-			work.do(uid, func() error { return e.clear(ctx, ns) })
+			work.do(uid, func() error {
+				if known {
+					e.cfg.Reporter.State(pod, StateOut)
+				}
+				return e.clear(ctx, ns)
+			})
+		case hasPod:
+			work.do(uid, func() error { return e.restorePod(ctx, asRecorded, ns) })
 		default:
 			work.note(uid, errors.Join(errors.New("its object cannot be read at the moment"), ns.Close()))
 		}

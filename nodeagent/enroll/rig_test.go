@@ -377,6 +377,16 @@ type podMap struct {
 	changed chan struct{}
 	mu      sync.Mutex
 	pods    map[string]workload.Pod // by namespace/name
+
+	incomplete bool
+}
+
+// setComplete adds the last pod.
+func (m *podMap) setComplete(pod workload.Pod) {
+	m.mu.Lock()
+	m.incomplete = false
+	m.mu.Unlock()
+	m.put(pod)
 }
 
 func (m *podMap) put(pod workload.Pod) workload.Pod {
@@ -406,7 +416,7 @@ func (m *podMap) Changed() <-chan struct{} { return m.changed }
 func (m *podMap) List() ([]workload.Pod, bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	return slices.Collect(maps.Values(m.pods)), true
+	return slices.Collect(maps.Values(m.pods)), !m.incomplete
 }
 
 func (m *podMap) Lookup(_ context.Context, namespace, name, _ string) (workload.Pod, error) {

@@ -109,6 +109,7 @@ func (e *Enroller) takeOut(ctx context.Context, p *enrolment) error {
 	defer cancel()
 	uid := p.pod.UID
 	e.forgetEnrolment(p)
+	e.cfg.Reporter.State(p.pod, StateOut)
 	e.cfg.Identities.Unregister(uid)
 	var errs []error
 	keep := func(step string, err error) {

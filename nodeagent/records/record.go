@@ -39,6 +39,12 @@ type Record struct {
 	Families string `json:"families,omitempty"`
 	Backend  string `json:"backend,omitempty"`
 
+	// ServiceAccount, Annotations (those that are options) and Probes are what the pod's
+	// object said: enough to take the pod up while the object cannot be read.
+	ServiceAccount string            `json:"serviceAccount,omitempty"`
+	Annotations    map[string]string `json:"annotations,omitempty"`
+	Probes         []uint16          `json:"probes,omitempty"`
+
 	// KeepEstablished says that the pod was enrolled while it ran, and that its rules
 	// leave the connections alone that it had then.
 	KeepEstablished bool `json:"keepEstablished,omitempty"`

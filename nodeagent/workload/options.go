@@ -41,6 +41,16 @@ const (
 	ownPrefix = "ambientd.io/"
 )
 
+// IsOption tells whether the annotation is one of those above.
+func IsOption(annotation string) bool {
+	switch annotation {
+	case AnnotationBypassInbound, AnnotationDNSCapture, AnnotationRerouteInterfaces,
+		AnnotationExcludeInboundPorts, AnnotationExcludeOutboundPorts, AnnotationExcludeOutboundCIDRs, AnnotationExcludeInterfaces:
+		return true
+	}
+	return false
+}
+
 // AllowableOptions returns the names, without ambientd.io/, of the annotations that need
 // an operator's leave.
 func AllowableOptions() []string {

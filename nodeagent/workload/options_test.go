@@ -209,3 +209,35 @@ func TestMalformedIsShort(t *testing.T) {
 		t.Errorf("reported in %d bytes", len(malformed[0].String()))
 	}
 }
+
+// A source that keeps only what is needed changes nothing of what is decided.
+func TestIsNeeded(t *testing.T) {
+	full := pod("", ambient)
+	full.Annotations = map[string]string{
+		workload.AnnotationRedirection: "enabled", "sidecar.istio.io/status": `{"long": "text"}`, "kubernetes.io/config.mirror": "hash",
+		"kubernetes.io/config.hash": "hash", workload.AnnotationDNSCapture: "false", workload.AnnotationExcludeInboundPorts: "80",
+		workload.AnnotationBypassInbound: "true", workload.AnnotationRerouteInterfaces: "tap0", "kubectl.kubernetes.io/last-applied-configuration": "{}",
+	}
+	trimmed := full
+	trimmed.Annotations = map[string]string{}
+	for annotation, text := range full.Annotations {
+		if key, value := workload.IsNeeded(annotation); key && value {
+			trimmed.Annotations[annotation] = text
+		} else if key {
+			trimmed.Annotations[annotation] = ""
+		}
+	}
+	if len(trimmed.Annotations) != len(full.Annotations)-1 || trimmed.Annotations["sidecar.istio.io/status"] != "" {
+		t.Errorf("kept %v", trimmed.Annotations)
+	}
+	defaults := workload.Defaults{Redirection: redirection.DefaultOptions(), Allowed: workload.AllowableOptions()}
+	wanted, _ := workload.Options(full, defaults)
+	got, malformed := workload.Options(trimmed, defaults)
+	if got.Key() != wanted.Key() || len(malformed) > 0 {
+		t.Errorf("options %+v, %v; want %+v", got, malformed, wanted)
+	}
+	policy := policy(t, workload.DefaultSelectors())
+	if got, want := policy.Decide(trimmed), policy.Decide(full); got != want {
+		t.Errorf("decided %+v, want %+v", got, want)
+	}
+}

@@ -17,6 +17,24 @@ const (
 	annotationConfigMirror = "kubernetes.io/config.mirror"
 )
 
+// AnnotationRedirection shows others in the mesh how the pod stands: "enabled", or
+// "pending" until the node proxy has acked it. The agent writes it and believes nothing
+// of it.
+const AnnotationRedirection = "ambient.istio.io/redirection"
+
+// IsNeeded tells whether the agent reads the annotation, and what of it: a source may
+// leave out all others, and the value of one that only has to be there.
+func IsNeeded(annotation string) (key, value bool) {
+	switch annotation {
+	case annotationConfigHash, AnnotationRedirection:
+		return true, true
+	case annotationConfigMirror, annotationSidecarStatus:
+		return true, false
+	}
+	option := IsOption(annotation)
+	return option, option
+}
+
 // Pod is a pod as the agent knows it. It holds what decisions need and nothing
 // of its spec beyond that.
 type Pod struct {
