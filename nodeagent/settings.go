@@ -61,6 +61,7 @@ func (s *settings) addGeneral() {
 	s.add((*text)(&c.ZDSSocket), "zds-socket PATH", "zdsSocket", "unix socket at which node proxies connect")
 	s.addDerived((*text)(&c.HTTPAddr), "http-addr HOST:PORT", "httpAddr", "/metrics, /healthz and /readyz (default: not served)")
 	s.add((*text)(&c.ProcRoot), "proc-root DIR", "procRoot", "the /proc of the host, to find the network namespaces of running pods")
+	s.addDerived((*text)(&c.CRISocket), "cri-socket PATH", "criSocket", "the container runtime's socket, asked first for those (default: not asked)")
 }
 
 func (s *settings) addSelection() {

@@ -43,6 +43,7 @@ type Config struct {
 	ZDSSocket   string // where node proxies look for it
 	HTTPAddr    string // host:port of /metrics, /healthz and /readyz; empty: not served
 	ProcRoot    string // where the host's processes show
+	CRISocket   string // of the container runtime; empty: it is not asked
 
 	PodsFrom          string // "manifests=DIR"
 	AgentNamespace    string

@@ -89,6 +89,7 @@ func TestValidate(t *testing.T) {
 		{"audits too often", func(c *agent.Config) { c.AuditInterval = 0 }, []string{"--audit-interval 0s", "1s to 1h"}},
 		{"audits too seldom", func(c *agent.Config) { c.AuditInterval = 2 * time.Hour }, []string{"--audit-interval 2h"}},
 		{"proc", func(c *agent.Config) { c.ProcRoot = "proc" }, []string{"--proc-root proc", "absolute"}},
+		{"cri", func(c *agent.Config) { c.CRISocket = "cri.sock" }, []string{"--cri-socket cri.sock", "absolute"}},
 
 		{"TTL", func(c *agent.Config) { c.CertTTL = time.Second }, []string{"--cert-ttl 1s", "at least 10s"}},
 		{"TTL too long", func(c *agent.Config) { c.CertTTL = 100 * 24 * time.Hour }, []string{"--cert-ttl 2400h0m0s", "at most 2160h0m0s"}},

@@ -19,10 +19,24 @@ import (
 	"ambientd/nodeagent/enroll"
 	"ambientd/nodeagent/hostprobe"
 	"ambientd/nodeagent/podnetns"
+	"ambientd/nodeagent/podnetns/cri"
 	"ambientd/nodeagent/watch"
 	"ambientd/nodeagent/workload"
 	"ambientd/nodeagent/zds"
 )
+
+// newFinder makes what finds the netns of pods that run already.
+func (p *parts) newFinder(host *podnetns.Host) (*podnetns.Finder, error) {
+	cfg := podnetns.FinderConfig{Host: host, Holders: p.pins, ProcRoot: p.cfg.ProcRoot}
+	if p.cfg.CRISocket != "" {
+		runtime, err := cri.New(cri.Config{Socket: p.cfg.CRISocket})
+		if err != nil {
+			return nil, err
+		}
+		cfg.Runtime = runtime
+	}
+	return podnetns.NewFinder(cfg)
+}
 
 // makeEnrolment makes what puts pods in the mesh.
 func (p *parts) makeEnrolment(host *podnetns.Host, sockets *sockets) (err error) {
@@ -33,7 +47,7 @@ func (p *parts) makeEnrolment(host *podnetns.Host, sockets *sockets) (err error)
 	if err != nil {
 		return err
 	}
-	finder, err := podnetns.NewFinder(podnetns.FinderConfig{Host: host, Holders: p.pins, ProcRoot: p.cfg.ProcRoot})
+	finder, err := p.newFinder(host)
 	if err != nil {
 		return err
 	}

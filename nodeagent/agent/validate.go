@@ -104,6 +104,9 @@ func (c Config) checkPaths() error {
 	}
 	_, err := c.manifestDir()
 	errs = append(errs, err, setting("proc-root", c.ProcRoot, absolute(c.ProcRoot)))
+	if c.CRISocket != "" {
+		errs = append(errs, setting("cri-socket", c.CRISocket, absolute(c.CRISocket)))
+	}
 	if c.HTTPAddr != "" {
 		errs = append(errs, setting("http-addr", c.HTTPAddr, hostPort(c.HTTPAddr)))
 	}

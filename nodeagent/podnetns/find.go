@@ -35,6 +35,8 @@ type FinderConfig struct {
 	// NetnsDirs are looked through for pods of which no process is found;
 	// nil means [DefaultNetnsDirs], empty none.
 	NetnsDirs []string
+	// Runtime is asked for pods that have no usable record; nil if there is none to ask.
+	Runtime Runtime
 }
 
 // Finder finds the netns of pods that run already. It is safe for concurrent use.
@@ -43,6 +45,7 @@ type Finder struct {
 	holders   Holders
 	procRoot  string
 	netnsDirs []string
+	runtime   Runtime // may be nil
 }
 
 // NewFinder returns a Finder.
@@ -56,7 +59,7 @@ func NewFinder(cfg FinderConfig) (*Finder, error) {
 	if cfg.NetnsDirs == nil {
 		cfg.NetnsDirs = DefaultNetnsDirs()
 	}
-	return &Finder{host: cfg.Host, holders: cfg.Holders, procRoot: cfg.ProcRoot, netnsDirs: cfg.NetnsDirs}, nil
+	return &Finder{host: cfg.Host, holders: cfg.Holders, procRoot: cfg.ProcRoot, netnsDirs: cfg.NetnsDirs, runtime: cfg.Runtime}, nil
 }
 
 // Wanted is a pod whose netns is to be found.
@@ -74,10 +77,10 @@ type Wanted struct {
 // search itself did not come to its end: then it wraps what stopped it, such as the
 // end of ctx.
 //
-// It looks in three places, and in the next one only for pods that the last did not
+// It looks in four places, and in the next one only for pods that the last did not
 // have. First at the path in the pod's record: the netns there must have the
-// recorded key. Then at the processes, in one pass for all pods: a process' cgroup says
-// which pod it belongs to. Last at the netns that the runtimes keep as files, for pods
+// recorded key. Then where the container runtime says, if there is one to ask. Then at
+// the processes, in one pass for all pods: a process' cgroup says which pod it belongs to. Last at the netns that the runtimes keep as files, for pods
 // without a process, as runtimes leave them that have no infra container.
 //
 // Neither a path nor a cgroup is proof: paths are used again, and a process of one pod
@@ -93,7 +96,7 @@ type Wanted struct {
 func (f *Finder) Find(ctx context.Context, wanted []Wanted) (map[string]*Netns, map[string]error) {
 	s := f.newSearch(wanted)
 	defer s.close()
-	for _, stage := range []func(context.Context) error{s.fromRecords, s.fromProcesses, s.fromFiles} {
+	for _, stage := range []func(context.Context) error{s.fromRecords, s.fromRuntime, s.fromProcesses, s.fromFiles} {
 		if !s.anyOpen() {
 			break
 		}

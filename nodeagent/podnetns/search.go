@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 
@@ -190,11 +189,7 @@ func (s *search) fromRecord(p *pursuit) error {
 	if p.Key.BootID != s.host.key.BootID {
 		return errors.New("it was written before the last boot")
 	}
-	path := p.NetnsPath
-	// Docker's paths are of the host's /proc.
-	if below, ok := strings.CutPrefix(path, "/proc/"); ok {
-		path = filepath.Join(s.procRoot, below)
-	}
+	path := s.hostPath(p.NetnsPath) // Docker's paths are of the host's /proc
 	file, err := openNetns(path)
 	if err != nil {
 		return fmt.Errorf("opening %s: %w", path, err)
