@@ -65,7 +65,7 @@ func (b *Backend) Apply(ctx context.Context, run redirection.Runner, opts redire
 	err = b.policyRouting(run, func(conn *policyroute.Conn, state *policyroute.State) error {
 		families = state.Families(opts.Allowed())
 		before := enrolled(state, families)
-		undo, err := conn.Apply(state, families)
+		undo, err := conn.Apply(ctx, state, families)
 		if err != nil {
 			return err
 		}

@@ -9,7 +9,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"ambientd/iptables/policyroute"
 	"ambientd/iptables/redirection"
 )
 
@@ -26,9 +25,9 @@ func (b *Backend) Apply(ctx context.Context, run redirection.Runner, opts redire
 	var families redirection.Families
 	err := b.within(run, func(c *conn) (err error) {
 		if known, is := b.seen.last(c.cookie); is {
-			families, err = b.change(c, opts, known)
+			families, err = b.change(ctx, c, opts, known)
 		} else {
-			families, err = b.begin(c, opts)
+			families, err = b.begin(ctx, c, opts)
 		}
 		return err
 	})
@@ -38,47 +37,23 @@ func (b *Backend) Apply(ctx context.Context, run redirection.Runner, opts redire
 	return families, nil
 }
 
-// routing is what became of policy rule and route.
-type routing struct {
-	undo policyroute.Undo
-	err  error
-}
-
-// begin applies to a namespace of which nothing is known, where most likely nothing is. Policy routing and packet rules
-// take the kernel a while each, and it works on both at the same time. Until the first of them is there, rules may mark
-// packets that no policy rule looks at yet; nobody sends such packets before the proxy has been told of the pod.
-func (b *Backend) begin(c *conn, opts redirection.Options) (redirection.Families, error) {
-	state, err := c.route.ReadLoopback()
-	if err == nil {
-		err = state.CheckLoopback()
-	}
+// begin applies to a namespace of which nothing is known, where most likely nothing is.
+func (b *Backend) begin(ctx context.Context, c *conn, opts redirection.Options) (redirection.Families, error) {
+	state, undo, err := c.route.Begin(ctx, opts.Allowed())
 	if err != nil {
 		return 0, err
 	}
 	families := state.Families(opts.Allowed())
 	set, err := b.rules.get(opts, families)
+	var after sighting
+	if err == nil {
+		after, err = b.createUnlessThere(c, set)
+	}
+	if err == nil && after.set == nil {
+		after, err = b.install(c, set, sighting{})
+	}
 	if err != nil {
-		return 0, err
-	}
-	routed := make(chan routing, 1)
-	go func() {
-		err := c.route.Complete(state)
-		var undo policyroute.Undo
-		if err == nil {
-			undo, err = c.route.Apply(state, families)
-		}
-		routed <- routing{undo: undo, err: err}
-	}()
-	after, packetErr := b.createUnlessThere(c, set)
-	routes := <-routed
-	switch {
-	case packetErr == nil && routes.err != nil && after.set != nil:
-		packetErr = commit(c.packet, b.removal)
-	case packetErr == nil && routes.err == nil && after.set == nil:
-		after, packetErr = b.install(c, set, sighting{})
-	}
-	if err := errors.Join(routes.err, packetErr); err != nil {
-		return 0, errors.Join(err, routes.undo.Undo())
+		return 0, errors.Join(err, undo.Undo())
 	}
 	b.note(c, after)
 	return families, nil
@@ -96,6 +71,7 @@ func (b *Backend) createUnlessThere(c *conn, set *ruleSet) (sighting, error) {
 			return sighting{}, err
 		}
 	}
+	c.quiet = err == nil && now == noneYet
 	if err != nil {
 		return sighting{}, err
 	}
@@ -107,7 +83,7 @@ func (b *Backend) createUnlessThere(c *conn, set *ruleSet) (sighting, error) {
 }
 
 // change applies to a namespace of which something is known.
-func (b *Backend) change(c *conn, opts redirection.Options, known sighting) (redirection.Families, error) {
+func (b *Backend) change(ctx context.Context, c *conn, opts redirection.Options, known sighting) (redirection.Families, error) {
 	state, err := c.route.Read()
 	if err != nil {
 		return 0, err
@@ -117,7 +93,7 @@ func (b *Backend) change(c *conn, opts redirection.Options, known sighting) (red
 	if err != nil {
 		return 0, err
 	}
-	undo, err := c.route.Apply(state, families)
+	undo, err := c.route.Apply(ctx, state, families)
 	if err != nil {
 		return 0, err
 	}

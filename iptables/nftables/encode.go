@@ -38,7 +38,8 @@ type change struct {
 // assemble makes a transaction of changes. Only the last one asks for an acknowledgement: all others would have to be
 // read, and a message that fails is reported without asking. The first one asks for its echo, and is all that the kernel
 // looks at when it decides whether to tell the generation that the transaction made (nf_tables_gen_notify,
-// net/netfilter/nf_tables_api.c).
+// net/netfilter/nf_tables_api.c). A deletion does not: its echo is everything that it deletes, and makes it half as dear
+// again.
 func assemble(changes []change) *batch { return assembleWith(nil, changes) }
 
 // assembleAt makes a transaction that the kernel refuses with ERESTART unless it is the next one after that generation.
@@ -68,7 +69,7 @@ func assembleWith(conditions []rawnetlink.Attribute, changes []change) *batch {
 	}
 	add(rawnetlink.Message{Type: unix.NFNL_MSG_BATCH_BEGIN, Payload: begin}, "beginning a transaction")
 	for i, c := range changes {
-		if i == 0 {
+		if i == 0 && c.message != unix.NFT_MSG_DELTABLE {
 			c.flags |= unix.NLM_F_ECHO
 		}
 		add(rawnetlink.Message{Type: messageType(c.message), Flags: c.flags, Payload: c.payload}, c.what)

@@ -153,10 +153,13 @@ func readHost(socket *rawnetlink.Socket) (*hostState, error) {
 	return nil, fmt.Errorf("%w, %d times in a row", rawnetlink.ErrInterrupted, readAttempts)
 }
 
+// maxHostDump bounds what is read of the host's packet rules, in bytes. They are the node's own, and no pod's to lengthen.
+const maxHostDump = 64 << 20
+
 func readHostOnce(socket *rawnetlink.Socket) (*hostState, error) {
 	var answers [][]byte
 	ask := func(request []byte) error {
-		answer, err := socket.Dump(request)
+		answer, err := socket.Dump(request, maxHostDump)
 		answers = append(answers, answer)
 		return err
 	}

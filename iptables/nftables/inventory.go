@@ -83,9 +83,12 @@ func dumpRequest(message uint16, payload []byte) []byte {
 	})
 }
 
+// maxInventory bounds each of its dumps, in bytes: tens of thousands of rules.
+const maxInventory = 8 << 20
+
 // dump takes up the answers to a request.
 func (here *inventory) dump(socket *rawnetlink.Socket, request []byte) error {
-	answer, err := socket.Dump(request)
+	answer, err := socket.Dump(request, maxInventory)
 	for err == nil && len(answer) > 0 {
 		var m rawnetlink.Message
 		if m, answer, err = rawnetlink.Next(answer); err != nil || len(m.Payload) < nfgenHeader {

@@ -15,8 +15,7 @@
 // # What is atomic
 //
 // The table is replaced in one transaction: packets see the old rules or the new ones. Policy rule and route are added
-// before it, harmless while no rule sets their mark, and taken back if the transaction fails. Only where a namespace is not
-// known yet, and on removal, both happen at the same time: no proxy serves it then.
+// before it, harmless while no rule sets their mark, and taken back if the transaction fails.
 package nftables
 
 import (
@@ -107,16 +106,13 @@ func (b *Backend) Remove(ctx context.Context, run redirection.Runner) error {
 	err := b.within(run, func(c *conn) error {
 		_, known := b.seen.last(c.cookie)
 		b.seen.forget(c.cookie)
-		// Each of the two is worth doing though the other fails, and the kernel works on both at the same time.
-		routed := make(chan error, 1)
-		go func() { routed <- removePolicyRouting(c.route) }()
 		var err error
 		if known {
 			_, err = removeTable(c.packet, b.removal)
 		} else {
 			_, err = removeTableIfThere(c.packet, redirection.NFTablesTable, b.removal)
 		}
-		return errors.Join(err, <-routed)
+		return errors.Join(err, removePolicyRouting(c.route)) // worth doing though the other fails
 	})
 	if err != nil {
 		return fmt.Errorf("removing redirection (nftables): %w", err)
@@ -125,7 +121,7 @@ func (b *Backend) Remove(ctx context.Context, run redirection.Runner) error {
 }
 
 func removePolicyRouting(route *policyroute.Conn) error {
-	state, err := route.Read()
+	state, err := route.ReadRouting()
 	if err != nil {
 		return err
 	}
@@ -157,6 +153,7 @@ func (b *Backend) compare(c *conn, set *ruleSet) ([]redirection.Difference, erro
 		return nil, err
 	}
 	if b.seen.holds(c.cookie, before, set) {
+		c.quiet = true
 		return nil, nil
 	}
 	ofRules, found, err := set.compare(c.packet)
@@ -181,6 +178,7 @@ type conn struct {
 	cookie uint64 // of the namespace
 	packet *rawnetlink.Socket
 	route  *policyroute.Conn
+	quiet  bool // nothing can have been deleted of the packet rules a moment ago, by anybody
 }
 
 // within opens the sockets inside the namespace that run enters, calls fn outside of it, and closes them.
@@ -189,8 +187,14 @@ func (b *Backend) within(run redirection.Runner, fn func(*conn) error) (err erro
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, b.sockets.Close(opened...)) }()
 	c := &conn{packet: opened[0]}
+	defer func() {
+		closing := b.sockets.Close
+		if c.quiet {
+			closing = b.sockets.CloseNow
+		}
+		err = errors.Join(err, closing(opened...))
+	}()
 	if c.cookie, err = c.packet.NetnsCookie(); err != nil {
 		return err
 	}

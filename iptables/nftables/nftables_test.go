@@ -265,7 +265,7 @@ func (p *pod) handles(chain string) []uint64 {
 	}
 	answer, err := sockets[0].Dump(rawnetlink.AppendMessage(nil, rawnetlink.Message{
 		Type: unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETRULE, Flags: unix.NLM_F_REQUEST | unix.NLM_F_DUMP, Payload: payload,
-	}))
+	}), 1<<20)
 	if err != nil {
 		p.t.Fatal(err)
 	}

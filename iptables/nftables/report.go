@@ -23,7 +23,12 @@ type report struct {
 // readAttempts bounds how often a read starts again because of a change meanwhile.
 const readAttempts = 5
 
-// read returns a consistent report. It fails with ENOENT if there is no table of ours.
+// maxDump bounds what is read of a table, in bytes, of which ours has some thousands: a pod with the capability to change
+// its network can have any number of rules.
+const maxDump = 256 << 10
+
+// read returns a consistent report. It fails with ENOENT if there is no table of ours, and with
+// [rawnetlink.ErrTooLong] if there is more in it, or more chains in all tables, than anybody of ours makes.
 func read(socket *rawnetlink.Socket) (report, error) {
 	for range readAttempts {
 		r, err := readOnce(socket)
@@ -35,11 +40,11 @@ func read(socket *rawnetlink.Socket) (report, error) {
 }
 
 func readOnce(socket *rawnetlink.Socket) (report, error) {
-	objects, err := socket.Dump(objectsRequest(redirection.NFTablesTable))
+	objects, err := socket.Dump(objectsRequest(redirection.NFTablesTable), maxDump)
 	if err != nil {
 		return report{}, err
 	}
-	rules, err := socket.Dump(rulesRequest(redirection.NFTablesTable))
+	rules, err := socket.Dump(rulesRequest(redirection.NFTablesTable), maxDump)
 	if err != nil {
 		return report{}, err
 	}

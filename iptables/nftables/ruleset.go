@@ -94,6 +94,13 @@ func (s *ruleSet) compare(socket *rawnetlink.Socket) (handles, []redirection.Dif
 			Want: fmt.Sprintf("%d chains", len(s.want.chains)),
 		}}, nil
 	}
+	if errors.Is(err, rawnetlink.ErrTooLong) {
+		return nil, []redirection.Difference{{
+			What: "table " + redirection.NFTablesTable,
+			Want: fmt.Sprintf("%d chains", len(s.want.chains)),
+			Got:  fmt.Sprintf("more than %d KiB of rules, or of chains in all tables of the pod", maxDump>>10),
+		}}, nil
+	}
 	if err != nil {
 		return nil, nil, fmt.Errorf("reading table %s: %w", redirection.NFTablesTable, err)
 	}

@@ -39,14 +39,51 @@ func (s *State) Differences(families redirection.Families) []redirection.Differe
 			differences = append(differences, redirection.Difference{Family: family, What: "route", Want: routeText()})
 		}
 	}
-	for _, r := range s.surplus(families) {
+	surplus := s.surplus(families)
+	for i, r := range surplus {
+		if i == maxListed {
+			differences = append(differences, redirection.Difference{
+				What: "policy routing", Got: fmt.Sprintf("%d more rules and routes of others", len(surplus)-i),
+			})
+			break
+		}
 		d := redirection.Difference{Family: r.family, What: "policy rule", Got: describeRule(r.payload)}
 		if r.kind == unix.RTM_DELROUTE {
 			d.What, d.Got = "route", describeRoute(r.payload)
 		}
 		differences = append(differences, d)
 	}
+	return append(differences, s.unread()...)
+}
+
+// maxListed bounds how many rules and routes of others are named one by one.
+const maxListed = 16
+
+// unread tells what there is more of than was read.
+func (s *State) unread() []redirection.Difference {
+	var differences []redirection.Difference
+	if s.moreRules > 0 {
+		differences = append(differences, redirection.Difference{What: "policy rules", Got: fmt.Sprintf("more than %d, of all priorities", s.moreRules)})
+	}
+	if s.moreRoutes > 0 {
+		differences = append(differences, redirection.Difference{What: fmt.Sprintf("routes of table %d", redirection.RouteTable), Got: fmt.Sprintf("more than %d", s.moreRoutes)})
+	}
 	return differences
+}
+
+// missing returns the requests that add what is not there of what should be.
+func (s *State) missing(families redirection.Families) []request {
+	var requests []request
+	for _, family := range families.Each() {
+		// The route first: a rule that leads to an empty table sends answers on to the default route.
+		if !hasOurs(s.routes, family) {
+			requests = append(requests, addRoute(family))
+		}
+		if !hasOurs(s.rules, family) {
+			requests = append(requests, addRule(family))
+		}
+	}
+	return requests
 }
 
 // surplus returns the requests that delete what should not be there: in a family that is covered, everything at our

@@ -24,6 +24,7 @@
 package policyroute
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -60,108 +61,165 @@ type Undo struct {
 
 // Read returns the state of the namespace: of loopback, of the rules at our priority, and of the routes in our table.
 func (c *Conn) Read() (*State, error) {
-	s := &State{}
-	request := rawnetlink.AppendMessage(make([]byte, 0, 128), linkRequest())
-	if err := c.complete(s, request); err != nil {
+	s, err := c.ReadRouting()
+	if err != nil {
 		return nil, err
 	}
-	return s, nil
+	if hasOurs(s.routes, redirection.IPv6) {
+		// IPv6 routes go with the device that they lead to, as it goes down or IPv6 is switched off for it
+		// (rt6_disable_ip, net/ipv6/route.c). So there is no need to ask.
+		s.loopbackUp, s.ipv6 = true, true
+		return s, nil
+	}
+	return s, c.askLoopback(s)
 }
 
-// ReadLoopback returns the state of loopback alone, which is enough to know the namespace's families.
-// [Conn.Complete] reads the rest.
-func (c *Conn) ReadLoopback() (*State, error) {
+func (c *Conn) askLoopback(s *State) error {
 	answer, err := c.socket.Query(rawnetlink.AppendMessage(make([]byte, 0, 64), linkRequest()), 1)
 	if err != nil {
-		return nil, fmt.Errorf("reading %s: %w", redirection.Loopback, err)
+		return fmt.Errorf("reading %s: %w", redirection.Loopback, err)
 	}
 	m, _, err := rawnetlink.Next(answer)
 	if err == nil {
 		err = m.Failure()
 	}
-	s := &State{}
 	if err == nil {
 		err = s.readLoopback(m.Payload)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("reading %s: %w", redirection.Loopback, err)
+		return fmt.Errorf("reading %s: %w", redirection.Loopback, err)
 	}
-	return s, nil
+	return nil
 }
-
-// Complete reads the rules at our priority and the routes in our table into a state that has loopback's.
-func (c *Conn) Complete(s *State) error { return c.complete(s, nil) }
 
 // readAttempts bounds how often a read starts again because something changed under it.
 const readAttempts = 5
 
-// complete reads rules and routes. What it asks in front of them is no dump.
-func (c *Conn) complete(s *State, before []byte) error {
+// maxDump bounds what is read of rules, and of routes, in bytes: some thousands of them. A pod with the capability to
+// change its network can have any number.
+const maxDump = 256 << 10
+
+// ReadRouting returns the state without loopback's: what [Conn.Remove] starts from.
+func (c *Conn) ReadRouting() (*State, error) {
 	for range readAttempts {
-		s.rules, s.routes = nil, nil
-		err := c.dump(rawnetlink.AppendMessage(slices.Clip(before), ruleDumpRequest()), s)
+		s := &State{}
+		var err error
+		if s.moreRules, err = c.dump(ruleDumpRequest(), s); err == nil {
+			s.moreRoutes, err = c.dump(routeDumpRequest(), s)
+		}
 		if err == nil {
-			err = c.dump(rawnetlink.AppendMessage(make([]byte, 0, 64), routeDumpRequest()), s)
+			return s, nil
 		}
 		if !errors.Is(err, rawnetlink.ErrInterrupted) {
-			if err != nil {
-				return fmt.Errorf("reading %s, the policy rules and the routes of table %d: %w", redirection.Loopback, redirection.RouteTable, err)
-			}
-			return nil
+			return nil, fmt.Errorf("reading the policy rules and the routes of table %d: %w", redirection.RouteTable, err)
 		}
 	}
-	return fmt.Errorf("reading policy routing: %w, %d times in a row", rawnetlink.ErrInterrupted, readAttempts)
+	return nil, fmt.Errorf("reading policy routing: %w, %d times in a row", rawnetlink.ErrInterrupted, readAttempts)
 }
 
-func (c *Conn) dump(request []byte, into *State) error {
-	answer, err := c.socket.Dump(request)
-	if err != nil {
-		return err
+// dump takes up rules or routes. If there are more than it has read, it returns how many it has.
+func (c *Conn) dump(request rawnetlink.Message, into *State) (more int, err error) {
+	answer, err := c.socket.Dump(rawnetlink.AppendMessage(make([]byte, 0, 64), request), maxDump)
+	tooLong := errors.Is(err, rawnetlink.ErrTooLong)
+	if err != nil && !tooLong {
+		return 0, err
 	}
-	for len(answer) > 0 {
+	read := 0
+	for ; len(answer) > 0; read++ {
 		var m rawnetlink.Message
 		if m, answer, err = rawnetlink.Next(answer); err != nil {
-			return err
+			return 0, err
 		}
 		switch m.Type {
-		case unix.RTM_NEWLINK:
-			err = into.readLoopback(m.Payload)
 		case unix.RTM_NEWRULE:
 			err = into.addRule(m.Payload)
 		case unix.RTM_NEWROUTE:
 			err = into.addRoute(m.Payload)
 		}
 		if err != nil {
-			return err
+			return 0, err
 		}
 	}
-	return nil
+	if tooLong {
+		return read, nil
+	}
+	return 0, nil
+}
+
+// Begin does what Read and Apply do, for the families of those allowed that the namespace has, where most likely neither
+// rules nor routes are there yet: it adds them, and looks after that. Whether the kernel takes them tells what loopback is
+// like.
+func (c *Conn) Begin(ctx context.Context, allowed redirection.Families) (*State, Undo, error) {
+	var begun Undo
+	if allowed == redirection.DualStack { // loopback's IPv4 route could be made, also while it is down
+		var refused error
+		if begun, refused = c.execute((&State{}).missing(allowed)); refused != nil {
+			begun = Undo{conn: c}
+		}
+	}
+	state, err := c.Read()
+	if err != nil {
+		return nil, begun, errors.Join(err, begun.Undo())
+	}
+	undo, err := c.Apply(ctx, state, state.Families(allowed))
+	if err != nil {
+		return nil, begun, errors.Join(err, begun.Undo())
+	}
+	undo.requests = append(undo.requests, begun.requests...)
+	return state, undo, nil
 }
 
 // Apply makes rule and route of each family be there once, and takes away what stands in their way or is left from
 // families that are no longer covered. It starts from what Read returned; what others add or delete meanwhile is not an
 // error. On an error it has taken back what it added; the Undo takes it back later.
-func (c *Conn) Apply(state *State, families redirection.Families) (Undo, error) {
+func (c *Conn) Apply(ctx context.Context, state *State, families redirection.Families) (Undo, error) {
 	if err := state.CheckLoopback(); err != nil {
 		return Undo{}, err
 	}
-	requests := state.surplus(families)
-	for _, family := range families.Each() {
-		// The route first: a rule that leads to an empty table sends answers on to the default route.
-		if !hasOurs(state.routes, family) {
-			requests = append(requests, addRoute(family))
-		}
-		if !hasOurs(state.rules, family) {
-			requests = append(requests, addRule(family))
-		}
+	if err := c.thin(ctx, state, families); err != nil {
+		return Undo{}, err
 	}
-	return c.execute(requests)
+	return c.execute(append(state.surplus(families), state.missing(families)...))
 }
+
+// thin deletes what should not be there until what is left can be read at once.
+func (c *Conn) thin(ctx context.Context, state *State, families redirection.Families) error {
+	for state.moreRoutes > 0 {
+		if err := ctx.Err(); err != nil {
+			return fmt.Errorf("deleting more than %d routes of table %d: %w", state.moreRoutes, redirection.RouteTable, err)
+		}
+		for some := range slices.Chunk(state.surplus(families), maxRequests) {
+			if _, err := c.execute(some); err != nil {
+				return err
+			}
+		}
+		c.socket.Forget()
+		rest, err := c.ReadRouting()
+		if err != nil {
+			return err
+		}
+		state.rules, state.routes, state.moreRules, state.moreRoutes = rest.rules, rest.routes, rest.moreRules, rest.moreRoutes
+	}
+	return nil
+}
+
+// maxRequests bounds what is sent at once: all of it, and its answers, must fit in the socket's buffers.
+const maxRequests = 256
 
 // Remove deletes our rules and routes in both families, and nothing else.
 func (c *Conn) Remove(state *State) error {
-	_, err := c.execute(state.surplus(0))
-	return err
+	requests := state.surplus(0)
+	if state.moreRules > 0 || state.moreRoutes > 0 { // ours may be among those that were not read
+		for _, added := range slices.Backward((&State{}).missing(redirection.DualStack)) {
+			requests = append(requests, added.inverse())
+		}
+	}
+	for some := range slices.Chunk(requests, maxRequests) {
+		if _, err := c.execute(some); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // Undo deletes what the Apply that returned it added.

@@ -53,7 +53,7 @@ func read(t *testing.T, conn *policyroute.Conn) *policyroute.State {
 
 func apply(t *testing.T, conn *policyroute.Conn, families redirection.Families) policyroute.Undo {
 	t.Helper()
-	undo, err := conn.Apply(read(t, conn), families)
+	undo, err := conn.Apply(t.Context(), read(t, conn), families)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -182,7 +182,7 @@ func TestApplyTakesBackAfterARefusal(t *testing.T) {
 	state := read(t, conn)
 	before := inventory(t, ns)
 	sysctl(t, ns, "ipv6/conf/lo/disable_ipv6", "1")
-	_, err := conn.Apply(state, redirection.DualStack) // the state still says that there is IPv6
+	_, err := conn.Apply(t.Context(), state, redirection.DualStack) // the state still says that there is IPv6
 	if !errors.Is(err, unix.EACCES) || !strings.Contains(err.Error(), "adding the ipv6 route") {
 		t.Errorf("got %v", err)
 	}
@@ -342,7 +342,7 @@ func TestLoopbackDown(t *testing.T) {
 		}
 		return netlink.LinkSetDown(lo)
 	})
-	if _, err := conn.Apply(read(t, conn), redirection.DualStack); !errors.Is(err, policyroute.ErrLoopbackDown) {
+	if _, err := conn.Apply(t.Context(), read(t, conn), redirection.DualStack); !errors.Is(err, policyroute.ErrLoopbackDown) {
 		t.Errorf("got %v, want ErrLoopbackDown", err)
 	}
 	wantLines(t, "nothing done", inventory(t, ns), before...)
@@ -367,7 +367,7 @@ func TestConcurrently(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				if _, err := conn.Apply(state, redirection.DualStack); err != nil {
+				if _, err := conn.Apply(t.Context(), state, redirection.DualStack); err != nil {
 					t.Error(err)
 					return
 				}

@@ -20,6 +20,8 @@ type State struct {
 	ipv6       bool    // lo takes IPv6
 	rules      []entry // at our priority
 	routes     []entry // in our table
+	moreRules  int     // so many were read, of all priorities, and there are more; 0 if those are all
+	moreRoutes int     // likewise, of our table
 }
 
 // entry is a rule or a route.

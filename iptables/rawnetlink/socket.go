@@ -46,9 +46,12 @@ func New() *Sockets {
 
 // Socket is one netlink socket. It is for one goroutine at a time.
 type Socket struct {
-	fd     int
-	owner  *Sockets
-	buffer *[]byte
+	fd       int
+	protocol int
+	strict   bool
+	run      func(fn func() error) error // enters its network namespace
+	owner    *Sockets
+	buffer   *[]byte
 }
 
 // Open opens a socket of each netlink protocol given, such as unix.NETLINK_ROUTE, inside the network namespace that run
@@ -57,11 +60,11 @@ func (s *Sockets) Open(run func(fn func() error) error, protocols ...int) ([]*So
 	sockets := make([]*Socket, 0, len(protocols))
 	err := run(func() error {
 		for _, protocol := range protocols {
-			fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, protocol)
+			fd, err := open(protocol)
 			if err != nil {
-				return fmt.Errorf("opening a netlink socket of protocol %d: %w", protocol, err)
+				return err
 			}
-			sockets = append(sockets, &Socket{fd: fd, owner: s})
+			sockets = append(sockets, &Socket{fd: fd, protocol: protocol, run: run, owner: s})
 		}
 		return nil
 	})
@@ -74,16 +77,57 @@ func (s *Sockets) Open(run func(fn func() error) error, protocols ...int) ([]*So
 	return sockets, nil
 }
 
+func open(protocol int) (int, error) {
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, protocol)
+	if err != nil {
+		return 0, fmt.Errorf("opening a netlink socket of protocol %d: %w", protocol, err)
+	}
+	return fd, nil
+}
+
+// renew puts a new socket in the place of one that a dump is still under way on. What was returned stays good.
+func (s *Socket) renew() error {
+	var fd int
+	err := s.run(func() (err error) {
+		fd, err = open(s.protocol)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	old := &Socket{fd: s.fd}
+	s.fd = fd
+	if s.strict {
+		err = s.SetStrict()
+	}
+	return errors.Join(err, s.owner.discard([]*Socket{old}))
+}
+
 // Close closes the sockets; what their methods returned must not be used any more. They are closed in the background as
 // long as few enough are: when an nfnetlink socket goes, the kernel first waits until everything that was deleted in the
 // same namespace a moment ago has been destroyed, which takes an RCU grace period, some 10 ms
 // (nft_rcv_nl_event, net/netfilter/nf_tables_api.c).
 func (s *Sockets) Close(sockets ...*Socket) error {
+	s.takeBuffers(sockets)
+	return s.discard(sockets)
+}
+
+// CloseNow closes the sockets likewise, but within the call. Where nothing was deleted, that takes less than to wake up
+// somebody who does it.
+func (s *Sockets) CloseNow(sockets ...*Socket) error {
+	s.takeBuffers(sockets)
+	return closeAll(sockets)
+}
+
+func (s *Sockets) takeBuffers(sockets []*Socket) {
 	for _, socket := range sockets {
 		*socket.buffer = (*socket.buffer)[:0]
 		s.buffers.Put(socket.buffer)
 		socket.buffer = nil
 	}
+}
+
+func (s *Sockets) discard(sockets []*Socket) error {
 	select {
 	case s.closing <- struct{}{}:
 		go func() {
@@ -128,6 +172,7 @@ func (s *Socket) SetStrict() error {
 	if err := unix.SetsockoptInt(s.fd, unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1); err != nil {
 		return fmt.Errorf("asking for strict netlink checks: %w", err)
 	}
+	s.strict = true
 	return nil
 }
 
@@ -203,9 +248,10 @@ func (s *Socket) Query(requests []byte, count int) ([]byte, error) {
 }
 
 // Dump sends requests that read, of which the last is a dump, and returns the messages that answer them. It fails with
-// [ErrInterrupted] if what was dumped changed meanwhile, and with an [Error] if the kernel refuses one of the requests;
-// after that the socket is good for nothing but Close, since the dump may still be under way.
-func (s *Socket) Dump(requests []byte) ([]byte, error) {
+// [ErrInterrupted] if what was dumped changed meanwhile, with an [Error] if the kernel refuses one of the requests, and
+// with [ErrTooLong] once it has read more than limit bytes, an answer's first ones of which it returns then: in a pod's
+// namespace, the pod decides how much there is.
+func (s *Socket) Dump(requests []byte, limit int) ([]byte, error) {
 	if err := s.send(requests); err != nil {
 		return nil, err
 	}
@@ -219,18 +265,25 @@ func (s *Socket) Dump(requests []byte) ([]byte, error) {
 		end := len(*s.buffer) - len(datagram)
 		part, err := scan(datagram)
 		if err != nil {
-			return nil, err
+			return nil, errors.Join(err, s.renew())
 		}
 		interrupted = interrupted || part.interrupted
 		switch {
-		case !part.done:
-		case interrupted:
+		case part.done && interrupted:
 			return nil, ErrInterrupted
-		default:
+		case part.done:
 			return (*s.buffer)[start : end+part.length], nil
+		case len(*s.buffer)-start > limit:
+			if err := s.renew(); err != nil {
+				return nil, err
+			}
+			return (*s.buffer)[start:], ErrTooLong
 		}
 	}
 }
+
+// ErrTooLong means that a dump goes on after as much of it as the caller wanted to read.
+var ErrTooLong = errors.New("netlink dump is longer than what is read of it")
 
 // ErrInterrupted means that a dump is no consistent picture, because something changed while it ran. Asking again helps.
 var ErrInterrupted = errors.New("netlink dump interrupted by a change")

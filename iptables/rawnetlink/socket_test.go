@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"ambientd/iptables/rawnetlink"
@@ -102,6 +103,38 @@ func TestExecuteReportsWhatWasRefused(t *testing.T) {
 	}
 	if len(refused) != 2 || refused[0].Sequence != 1 || refused[1].Sequence != 2 || !errors.Is(refused[0], unix.EOPNOTSUPP) {
 		t.Errorf("refused: %v", refused)
+	}
+}
+
+// TestDumpIsBounded reads as much as is wanted of a dump, after which the socket is as good as new.
+func TestDumpIsBounded(t *testing.T) {
+	ns := netnstest.New(t)
+	for i := range 1000 {
+		rule := netlink.NewRule()
+		rule.Family, rule.Priority, rule.Table = unix.AF_INET, 100+i, 7
+		ns.Do(t, func() error { return netlink.RuleAdd(rule) })
+	}
+	sockets := rawnetlink.New()
+	opened, err := sockets.Open(ns.Runner(), unix.NETLINK_ROUTE)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := sockets.CloseNow(opened...); err != nil {
+			t.Error(err)
+		}
+	}()
+	request := rawnetlink.AppendMessage(nil, rawnetlink.Message{
+		Type: unix.RTM_GETRULE, Flags: unix.NLM_F_REQUEST | unix.NLM_F_DUMP, Payload: make([]byte, 12),
+	})
+	const limit = 10 << 10
+	some, err := opened[0].Dump(request, limit)
+	if !errors.Is(err, rawnetlink.ErrTooLong) || len(some) < limit || len(some) > limit+32<<10 {
+		t.Errorf("%d bytes, %v", len(some), err)
+	}
+	all, err := opened[0].Dump(request, 1<<20)
+	if err != nil || len(all) < len(some) {
+		t.Errorf("all: %d bytes, %v", len(all), err)
 	}
 }
 

@@ -120,7 +120,7 @@ func countRules() (count int, err error) {
 	rest, err := sockets[0].Dump(rawnetlink.AppendMessage(nil, rawnetlink.Message{
 		Type: unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETRULE, Flags: unix.NLM_F_REQUEST | unix.NLM_F_DUMP,
 		Payload: []byte{unix.NFPROTO_UNSPEC, unix.NFNETLINK_V0, 0, 0},
-	}))
+	}), 1<<20)
 	for err == nil && len(rest) > 0 {
 		_, rest, err = rawnetlink.Next(rest)
 		count++
