@@ -32,11 +32,15 @@ type config struct {
 	rounds  int    // of what is measured in turns
 	pods    int    // enrolled in the larger of two node sizes
 	parts   []string
-	crowd   crowdSize // that runs before the agent knows of it
+	// backends are those on which pods that run already are measured.
+	backends []string
+	crowd    crowdSize // that runs before the agent knows of it
 }
 
 // partNames are what can be left out. The rules cannot: everything is compared with them.
-func partNames() []string { return []string{"plugin", "enrolment", "running"} }
+func partNames() []string { return []string{"plugin", "enrolment", finderPart, runningPart} }
+
+func backendNames() []string { return []string{nftablesName, iptablesName} }
 
 func main() {
 	if base := filepath.Base(os.Args[0]); isCounted(base) {
@@ -79,16 +83,16 @@ func parse(args []string, help io.Writer) (config, error) {
 	flags.IntVar(&cfg.rounds, "rounds", 40, "how often each thing is measured")
 	flags.IntVar(&cfg.pods, "pods", 1000, "pods on the larger of the two nodes that are compared")
 	parts := flags.String("parts", strings.Join(partNames(), ","), "what to measure besides rules; results are written only of all")
+	backends := flags.String("backends", strings.Join(backendNames(), ","), "on which backends to measure running pods; results are written only of both")
 	if err := flags.Parse(args); err != nil {
 		return cfg, err
 	}
-	for part := range strings.SplitSeq(*parts, ",") {
-		if part != "" && !slices.Contains(partNames(), part) {
-			return cfg, fmt.Errorf("--parts names %q, want some of %s", part, strings.Join(partNames(), ", "))
-		}
-		if !slices.Contains(cfg.parts, part) {
-			cfg.parts = append(cfg.parts, part)
-		}
+	var err error
+	if cfg.parts, err = choose("--parts", *parts, partNames()); err != nil {
+		return cfg, err
+	}
+	if cfg.backends, err = choose("--backends", *backends, backendNames()); err != nil {
+		return cfg, err
 	}
 	switch {
 	case flags.NArg() > 0:
@@ -111,6 +115,25 @@ func parse(args []string, help io.Writer) (config, error) {
 	return cfg, nil
 }
 
+// choose returns those names of a list that it says, each once.
+func choose(flag, list string, names []string) ([]string, error) {
+	var chosen []string
+	for name := range strings.SplitSeq(list, ",") {
+		if name != "" && !slices.Contains(names, name) {
+			return nil, fmt.Errorf("%s names %q, want some of %s", flag, name, strings.Join(names, ", "))
+		}
+		if name != "" && !slices.Contains(chosen, name) {
+			chosen = append(chosen, name)
+		}
+	}
+	return chosen, nil
+}
+
+// complete tells whether nothing was left out.
+func (c config) complete() bool {
+	return len(c.parts) == len(partNames()) && len(c.backends) == len(backendNames())
+}
+
 // measure measures everything and prints the table; the limits are met if it returns
 // true.
 func measure(ctx context.Context, cfg config, dir string, out, progress io.Writer) (bool, error) {
@@ -123,8 +146,9 @@ func measure(ctx context.Context, cfg config, dir string, out, progress io.Write
 	for _, part := range []struct {
 		name    string
 		measure func(context.Context) error
-	}{{"rules", b.rules}, {"plugin", b.plugin}, {"enrolment", b.enrolment}, {"running", b.running}} {
-		if part.name != "rules" && !slices.Contains(cfg.parts, part.name) {
+	}{{"rules", b.rules}, {"plugin", b.plugin}, {"enrolment", b.enrolment}, {runningPart, b.running}} {
+		asked := slices.Contains(cfg.parts, part.name) || part.name == runningPart && slices.Contains(cfg.parts, finderPart)
+		if part.name != "rules" && !asked {
 			continue
 		}
 		if failed = part.measure(ctx); failed != nil {
@@ -137,7 +161,7 @@ func measure(ctx context.Context, cfg config, dir string, out, progress io.Write
 	if err := errors.Join(failed, res.print(out)); err != nil {
 		return false, err
 	}
-	if cfg.results != "" && len(cfg.parts) == len(partNames()) {
+	if cfg.results != "" && cfg.complete() {
 		path, err := res.write(cfg.results)
 		if err != nil {
 			return false, err

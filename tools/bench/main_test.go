@@ -51,6 +51,8 @@ func TestParse(t *testing.T) {
 		{[]string{"--parts="}, ""},
 		{[]string{"--parts=running,plugin"}, ""},
 		{[]string{"--parts=rules"}, `"rules"`},
+		{[]string{"--parts=finder", "--backends=nftables"}, ""},
+		{[]string{"--backends=nft"}, `"nft"`},
 	} {
 		cfg, err := parse(c.args, &bytes.Buffer{})
 		if (err == nil) != (c.want == "") || err != nil && !strings.Contains(err.Error(), c.want) {

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"time"
 
@@ -31,6 +32,9 @@ const (
 	iptablesShare = 10
 
 	nftablesName, iptablesName = "nftables", "iptables"
+
+	// Parts that need the same crowd.
+	finderPart, runningPart = "finder", "running"
 )
 
 // running measures what the real agent does with a crowd of pods that run before it knows
@@ -42,14 +46,20 @@ func (b *bench) running(ctx context.Context) error {
 		return err
 	}
 	manifests := filepath.Join(b.dir, "crowd")
-	for _, part := range []func() error{
-		func() error { return b.finder(ctx, crowd) },
-		func() error { return writeCrowd(manifests, crowd) },
-		func() error { return b.runningOn(ctx, nftablesName, crowd, manifests, b.cfg.rounds) },
-		func() error {
-			return b.runningOn(ctx, iptablesName, crowd, manifests, max(1, b.cfg.rounds/iptablesShare))
-		},
-	} {
+	parts := []func() error{func() error { return writeCrowd(manifests, crowd) }}
+	if slices.Contains(b.cfg.parts, finderPart) {
+		parts = append(parts, func() error { return b.finder(ctx, crowd) })
+	}
+	if slices.Contains(b.cfg.parts, runningPart) {
+		for _, backend := range b.cfg.backends {
+			rounds := b.cfg.rounds
+			if backend == iptablesName {
+				rounds = max(1, rounds/iptablesShare)
+			}
+			parts = append(parts, func() error { return b.runningOn(ctx, backend, crowd, manifests, rounds) })
+		}
+	}
+	for _, part := range parts {
 		if err := part(); err != nil {
 			return errors.Join(err, crowd.disperse())
 		}

@@ -61,7 +61,7 @@ func TestRunningOnce(t *testing.T) {
 		t.Fatal(err)
 	}
 	b := &bench{
-		cfg: config{rounds: 1, bin: bin, crowd: crowdSize{members: 4, bystanders: 2, perPod: 2, host: 3}},
+		cfg: config{parts: partNames(), backends: backendNames(), rounds: 1, bin: bin, crowd: crowdSize{members: 4, bystanders: 2, perPod: 2, host: 3}},
 		dir: t.TempDir(), progress: &bytes.Buffer{}, starter: starter,
 	}
 	backend, err := iptables.New(t.Context(), iptables.Config{Variant: iptables.NFTables})
