@@ -103,7 +103,7 @@ func onHost(fn func() error) error {
 // makeAudit makes what compares pods with the kernel.
 func (p *parts) makeAudit() (err error) {
 	cfg := audit.Config{
-		Pods: p.enroller, Pins: p.pins, Host: p.probes, Interval: p.cfg.AuditInterval, Recorder: recorder{p}, Logger: p.cfg.Logger,
+		Pods: p.enroller, Changes: p.enroller, Pins: p.pins, Host: p.probes, Interval: p.cfg.AuditInterval, Recorder: recorder{p}, Logger: p.cfg.Logger,
 	}
 	if watcher, err := watchHost(); err != nil {
 		p.cfg.Logger.Warn("changes in pods are noticed late, once an interval", "interval", p.cfg.AuditInterval, "err", err)

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -33,11 +34,17 @@ const (
 type Pods interface {
 	// Enrolled returns their UIDs.
 	Enrolled() []string
-	// Changed receives after those have changed.
-	Changed() <-chan struct{}
 	// Audit compares a pod with what was meant, and puts right what differs; false if
 	// the pod is not enrolled, or busy until ctx ends.
 	Audit(ctx context.Context, uid string) (enroll.Finding, bool)
+}
+
+// Changes tells which pods have come, moved and gone. [*enroll.Enroller] does.
+type Changes interface {
+	// Changed receives after there have been some.
+	Changed() <-chan struct{}
+	// Changes returns the pods concerned since the last call, by UID, as they are now.
+	Changes() (gone, enrolled []string)
 }
 
 // Pins know each pod's netns. [*podnetns.Pins] does.
@@ -71,6 +78,7 @@ type Recorder interface {
 // Config is what an Auditor works with. Every field but Watcher is required.
 type Config struct {
 	Pods     Pods
+	Changes  Changes
 	Pins     Pins
 	Host     Host
 	Watcher  Watcher       // its own netns is the host's; nil: changes are noticed once an interval only
@@ -81,7 +89,7 @@ type Config struct {
 
 func (c Config) validate() error {
 	for name, missing := range map[string]bool{
-		"Pods": c.Pods == nil, "Pins": c.Pins == nil, "Host": c.Host == nil, "Recorder": c.Recorder == nil, "Logger": c.Logger == nil,
+		"Pods": c.Pods == nil, "Changes": c.Changes == nil, "Pins": c.Pins == nil, "Host": c.Host == nil, "Recorder": c.Recorder == nil, "Logger": c.Logger == nil,
 	} {
 		if missing {
 			return fmt.Errorf("audit: no %s given", name)
@@ -127,10 +135,17 @@ func (a *Auditor) Pods(ctx context.Context, uids []string) []enroll.Finding {
 		})
 	}
 	_ = work.Wait() // what went wrong is in the findings
+	// Of those that went while they were audited nobody else would take the result away.
+	enrolled := a.cfg.Pods.Enrolled()
+	slices.Sort(enrolled)
 	var found []enroll.Finding
 	for _, f := range findings {
-		if f != nil {
-			found = append(found, *f)
+		if f == nil {
+			continue
+		}
+		found = append(found, *f)
+		if _, still := slices.BinarySearch(enrolled, f.UID); !still {
+			a.results.forget(f.UID)
 		}
 	}
 	return found
@@ -219,13 +234,9 @@ func (r *results) pod(uid string) *result {
 	return r.pods[uid]
 }
 
-// keep forgets all pods but those given.
-func (r *results) keep(uids map[string]struct{}) {
+// forget forgets a pod.
+func (r *results) forget(uid string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for uid := range r.pods {
-		if _, ok := uids[uid]; !ok {
-			delete(r.pods, uid)
-		}
-	}
+	delete(r.pods, uid)
 }

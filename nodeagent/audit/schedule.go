@@ -17,6 +17,10 @@ const (
 	// come in several, a table and then a policy rule, and are to be one repair.
 	settleTime = 100 * time.Millisecond
 
+	// hostSettleTime is the same for the host, whose set changes with every pod that comes
+	// or goes: looking at all of it takes the longer the more pods there are.
+	hostSettleTime = 500 * time.Millisecond
+
 	// burst is how many audits of one subject notifications can prompt in an interval.
 	burst = 10
 
@@ -38,6 +42,11 @@ type subject struct {
 	running  bool
 	failures int // in a row
 	budget   budget
+
+	// By queue.
+	next   time.Time // at, when it was put in
+	index  int
+	queued bool
 }
 
 // at is when the subject is to be audited next.
@@ -54,16 +63,17 @@ type budget struct {
 	at   time.Time // when left was so
 }
 
-// spend returns how long the next prompted audit has to wait, and counts it.
-func (b *budget) spend(now time.Time, interval time.Duration) time.Duration {
+// spend returns how long the next prompted audit has to wait, settle at least, and counts
+// it.
+func (b *budget) spend(now time.Time, interval, settle time.Duration) time.Duration {
 	rate := burst / interval.Seconds()
 	b.left = min(burst, b.left+now.Sub(b.at).Seconds()*rate)
 	b.at = now
 	b.left--
 	if b.left >= 0 {
-		return settleTime
+		return settle
 	}
-	return max(settleTime, time.Duration(-b.left/rate*float64(time.Second)))
+	return max(settle, time.Duration(-b.left/rate*float64(time.Second)))
 }
 
 // schedule is the state of Run, which alone uses it.
@@ -71,6 +81,7 @@ type schedule struct {
 	*Auditor
 	subjects map[string]*subject // by UID
 	byID     map[netnswatch.ID]*subject
+	waiting  queue // those that no audit is at work on
 	done     chan finished
 	running  sync.WaitGroup
 }
@@ -93,7 +104,7 @@ func (a *Auditor) Run(ctx context.Context) error {
 		events = a.cfg.Watcher.Events()
 	}
 	s.byID[netnswatch.Own] = s.add(hostUID, podnetns.Key{})
-	s.follow()
+	s.follow(nil, a.cfg.Pods.Enrolled())
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for {
@@ -101,8 +112,8 @@ func (a *Auditor) Run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-a.cfg.Pods.Changed():
-			s.follow()
+		case <-a.cfg.Changes.Changed():
+			s.follow(a.cfg.Changes.Changes())
 		case id := <-events:
 			s.prompt(id)
 		case f := <-s.done:
@@ -115,19 +126,13 @@ func (a *Auditor) Run(ctx context.Context) error {
 // start starts what is due, and returns the time until the next is.
 func (s *schedule) start(ctx context.Context) time.Duration {
 	now := time.Now()
-	next := now.Add(s.cfg.Interval)
-	for _, subject := range s.subjects {
-		switch at := subject.at(); {
-		case subject.running:
-		case at.After(now):
-			if at.Before(next) {
-				next = at
-			}
-		default:
-			s.audit(ctx, subject)
+	for {
+		subject, pause := s.waiting.due(now, s.cfg.Interval)
+		if subject == nil {
+			return pause
 		}
+		s.audit(ctx, subject)
 	}
-	return next.Sub(now)
 }
 
 // audit audits in the background; those that find no place wait for one.
@@ -155,6 +160,7 @@ func (s *schedule) audit(ctx context.Context, subject *subject) {
 func (s *schedule) finish(f finished) {
 	subject, ok := s.subjects[f.uid]
 	if !ok {
+		s.results.forget(f.uid) // the pod went while it was audited
 		return
 	}
 	subject.running = false
@@ -167,6 +173,10 @@ func (s *schedule) finish(f finished) {
 	}
 	// Spread by a tenth either way, so that subjects that fell into step part again.
 	subject.due = time.Now().Add(pause*9/10 + rand.N(pause/5+1))
+	s.waiting.put(subject)
+	if subject.uid != hostUID && !subject.watched {
+		s.watch(subject)
+	}
 }
 
 // prompt asks for an audit of what has changed.
@@ -186,8 +196,14 @@ func (s *schedule) prompt(id netnswatch.ID) {
 // begun, are answered by that.
 func (s *schedule) hurry(subject *subject) {
 	if subject.prompted.IsZero() {
-		now := time.Now()
-		subject.prompted = now.Add(subject.budget.spend(now, s.cfg.Interval))
+		now, settle := time.Now(), settleTime
+		if subject.uid == hostUID {
+			settle = hostSettleTime
+		}
+		subject.prompted = now.Add(subject.budget.spend(now, s.cfg.Interval, settle))
+		if !subject.running {
+			s.waiting.put(subject)
+		}
 	}
 }
 
@@ -196,56 +212,59 @@ func (s *schedule) add(uid string, key podnetns.Key) *subject {
 	now := time.Now()
 	added := &subject{uid: uid, key: key, due: now.Add(rand.N(s.cfg.Interval)), budget: budget{left: burst, at: now}}
 	s.subjects[uid] = added
+	s.waiting.put(added)
 	return added
 }
 
-// follow makes the enrolled pods the subjects, and watches their netns.
-func (s *schedule) follow() {
-	enrolled := map[string]struct{}{}
-	for _, uid := range s.cfg.Pods.Enrolled() {
-		enrolled[uid] = struct{}{}
-	}
-	// Those that have gone first: the kernel may have given their numbers to new ones.
-	for uid, subject := range s.subjects {
-		if _, ok := enrolled[uid]; !ok && uid != hostUID {
+// follow takes up pods that have been enrolled, or have moved to another netns, and lets
+// go of those that have gone.
+func (s *schedule) follow(gone, enrolled []string) {
+	// Those that have gone first: the kernel may have given their numbers to new ones. The
+	// same goes for a netns that a pod has left.
+	for _, uid := range gone {
+		if subject, ok := s.subjects[uid]; ok {
 			s.unwatch(subject)
+			s.waiting.remove(subject)
 			delete(s.subjects, uid)
 		}
+		s.results.forget(uid)
 	}
-	s.results.keep(enrolled)
-	moved := map[string]*podnetns.Netns{}
-	for uid := range enrolled {
+	var moved []*subject
+	for _, uid := range enrolled {
 		ns, ok := s.cfg.Pins.Get(uid)
 		if !ok {
-			continue
+			continue // it is leaving, which will be told
 		}
-		if known := s.subjects[uid]; known == nil || !known.watched || known.key != ns.Key() {
-			moved[uid] = ns
-			if known != nil {
-				s.unwatch(known)
-			}
+		switch known := s.subjects[uid]; {
+		case known == nil:
+			moved = append(moved, s.add(uid, ns.Key()))
+		case known.key != ns.Key():
+			s.unwatch(known)
+			known.key = ns.Key()
+			moved = append(moved, known)
+		case !known.watched:
+			moved = append(moved, known)
 		}
 	}
-	for uid, ns := range moved {
-		s.watch(uid, ns)
+	for _, subject := range moved {
+		s.watch(subject)
 	}
 }
 
-// watch begins to watch a pod's netns, and makes the pod a subject unless it is one.
-func (s *schedule) watch(uid string, ns *podnetns.Netns) {
-	pod, known := s.subjects[uid]
-	if !known {
-		pod = s.add(uid, ns.Key())
-	}
-	pod.key = ns.Key()
+// watch begins to watch a pod's netns.
+func (s *schedule) watch(pod *subject) {
 	if s.cfg.Watcher == nil {
 		return
+	}
+	ns, ok := s.cfg.Pins.Get(pod.uid)
+	if !ok || ns.Key() != pod.key {
+		return // another change is on its way
 	}
 	id, err := s.cfg.Watcher.Watch(ns.File())
 	if err != nil {
 		// The pod is leaving, as a rule, and its netns closed; otherwise its regular audits
 		// are what notices.
-		s.cfg.Logger.Debug("changes in a pod are noticed late, once an interval", "uid", uid, "netns", ns.Key().String(), "err", err)
+		s.cfg.Logger.Debug("changes in a pod are noticed late, once an interval", "uid", pod.uid, "netns", ns.Key().String(), "err", err)
 		return
 	}
 	pod.id, pod.watched = id, true

@@ -35,8 +35,10 @@ type world struct {
 	events  chan netnswatch.ID
 	log     *bytes.Buffer
 	took    time.Duration // by one audit
+	late    bool          // pods go right after an audit has looked at them
 
 	mu       sync.Mutex
+	touched  []string                   // UIDs of those that have changed and were not asked for
 	netns    map[string]*podnetns.Netns // by UID, of those enrolled
 	audits   map[string][]time.Time     // by UID; "" is the host
 	findings map[string]enroll.Finding  // what the next audits find
@@ -84,7 +86,7 @@ func in(t *testing.T, pods []*podnetns.Netns, prepare func(w *world), test func(
 			prepare(w)
 		}
 		a, err := audit.New(audit.Config{
-			Pods: w, Pins: pins{w}, Host: w, Watcher: w, Interval: interval, Recorder: w, Logger: slog.New(slog.NewTextHandler(w.log, nil)),
+			Pods: w, Changes: w, Pins: pins{w}, Host: w, Watcher: w, Interval: interval, Recorder: w, Logger: slog.New(slog.NewTextHandler(w.log, nil)),
 		})
 		if err != nil {
 			t.Fatal(err)
@@ -126,6 +128,20 @@ func (w *world) Enrolled() []string {
 
 func (w *world) Changed() <-chan struct{} { return w.changed }
 
+func (w *world) Changes() (gone, enrolled []string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, uid := range w.touched {
+		if _, ok := w.netns[uid]; ok {
+			enrolled = append(enrolled, uid)
+		} else {
+			gone = append(gone, uid)
+		}
+	}
+	w.touched = nil
+	return gone, enrolled
+}
+
 // enrol puts a pod in, or in another netns; nil takes it out.
 func (w *world) enrol(uid string, ns *podnetns.Netns) {
 	w.mu.Lock()
@@ -133,6 +149,7 @@ func (w *world) enrol(uid string, ns *podnetns.Netns) {
 	if ns != nil {
 		w.netns[uid] = ns
 	}
+	w.touched = append(w.touched, uid)
 	w.mu.Unlock()
 	w.changed <- struct{}{}
 	synctest.Wait()
@@ -149,7 +166,7 @@ func (w *world) Audit(ctx context.Context, uid string) (enroll.Finding, bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.running--
-	if _, ok := w.netns[uid]; !ok {
+	if _, ok := w.netns[uid]; !ok && !w.late {
 		return enroll.Finding{}, false
 	}
 	f := w.findings[uid]
@@ -541,6 +558,33 @@ func TestFollowsPods(t *testing.T) {
 	})
 }
 
+// A pod that goes while it is audited leaves no result behind, whoever asked for the
+// audit.
+func TestNoResultOfAPodThatHasGone(t *testing.T) {
+	for name, began := range map[string]func(w *world, a *audit.Auditor){
+		"by schedule":   func(w *world, _ *audit.Auditor) { w.change("uid-0") },
+		"on demand":     func(w *world, a *audit.Auditor) { go a.Pods(w.t.Context(), nil) },
+		"both, at once": func(w *world, a *audit.Auditor) { go a.Pods(w.t.Context(), nil); w.change("uid-0") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			prepare := func(w *world) { w.took, w.late = time.Second, true }
+			in(t, namespaces(t, 1), prepare, func(w *world, a *audit.Auditor) {
+				synctest.Wait()
+				began(w, a)
+				pass(time.Second / 2)
+				w.enrol("uid-0", nil)
+				pass(3 * time.Second)
+				if len(w.of("uid-0")) == 0 {
+					t.Error("there was no audit")
+				}
+				if !a.PodStatus("uid-0").LastAudit.IsZero() {
+					t.Error("the result of a pod that went while it was audited is kept")
+				}
+			})
+		})
+	}
+}
+
 func TestOnDemand(t *testing.T) {
 	in(t, namespaces(t, 3), nil, func(w *world, a *audit.Auditor) {
 		w.find("uid-1", enroll.Finding{Differences: []string{"route: missing"}, Parts: []string{"redirection"}})
@@ -580,12 +624,12 @@ func TestManyDifferences(t *testing.T) {
 }
 
 func TestConfig(t *testing.T) {
-	good := audit.Config{Pods: &world{}, Pins: pins{}, Host: &world{}, Interval: time.Second, Recorder: &world{}, Logger: slog.Default()}
+	good := audit.Config{Pods: &world{}, Changes: &world{}, Pins: pins{}, Host: &world{}, Interval: time.Second, Recorder: &world{}, Logger: slog.Default()}
 	if _, err := audit.New(good); err != nil {
 		t.Error(err)
 	}
 	for want, change := range map[string]func(*audit.Config){
-		"Pods": func(c *audit.Config) { c.Pods = nil }, "Pins": func(c *audit.Config) { c.Pins = nil },
+		"Pods": func(c *audit.Config) { c.Pods = nil }, "Changes": func(c *audit.Config) { c.Changes = nil }, "Pins": func(c *audit.Config) { c.Pins = nil },
 		"Host": func(c *audit.Config) { c.Host = nil }, "Recorder": func(c *audit.Config) { c.Recorder = nil },
 		"Logger": func(c *audit.Config) { c.Logger = nil }, "interval": func(c *audit.Config) { c.Interval = 0 },
 	} {

@@ -163,7 +163,7 @@ func (e *Enroller) commit(p *enrolment) {
 	e.places[p.pod.UID] = p.place
 	delete(e.ended, p.pod.UID)
 	e.attachments.setSkipped(p.pod.UID, p.netns, "")
-	e.signalChange()
+	e.signalChange(p.pod.UID)
 	e.reportState(p)
 }
 
@@ -214,5 +214,5 @@ func (e *Enroller) forgetEnrolment(p *enrolment) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	delete(e.pods, p.pod.UID)
-	e.signalChange()
+	e.signalChange(p.pod.UID)
 }

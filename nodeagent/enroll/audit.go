@@ -32,7 +32,26 @@ func (f *Finding) differs(part string, differences ...string) {
 // changed, once for any number of changes. It is meant for one receiver.
 func (e *Enroller) Changed() <-chan struct{} { return e.changed }
 
-func (e *Enroller) signalChange() {
+// Changes returns the UIDs of the pods that have been enrolled, moved or withdrawn since
+// the last call, each once: those that are not enrolled now, and those that are.
+func (e *Enroller) Changes() (gone, enrolled []string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for uid := range e.changes {
+		if p, ok := e.pods[uid]; ok && p.done {
+			enrolled = append(enrolled, uid)
+		} else {
+			gone = append(gone, uid)
+		}
+	}
+	clear(e.changes)
+	return gone, enrolled
+}
+
+// signalChange notes that a pod has been enrolled, moved or withdrawn. The caller holds
+// Enroller.mu.
+func (e *Enroller) signalChange(uid string) {
+	e.changes[uid] = struct{}{}
 	select {
 	case e.changed <- struct{}{}:
 	default: // one is waiting already

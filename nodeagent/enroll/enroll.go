@@ -170,6 +170,7 @@ type Enroller struct {
 	places      map[string]place        // by pod UID, also of pods outside the mesh
 	withheld    map[string]bool         // by pod UID: withdrawn by an operator, to stay out
 	ended       map[string]podnetns.Key // by pod UID: the netns of a sandbox whose last DEL came
+	changes     map[string]struct{}     // by pod UID: enrolled or withdrawn since Changes was called
 	attachments attachments
 }
 
@@ -207,6 +208,7 @@ func New(cfg Config) (*Enroller, error) {
 		places:      map[string]place{},
 		withheld:    map[string]bool{},
 		ended:       map[string]podnetns.Key{},
+		changes:     map[string]struct{}{},
 		attachments: newAttachments(),
 	}, nil
 }
