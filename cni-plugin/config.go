@@ -20,8 +20,7 @@ type downPolicy string
 
 const (
 	// downByNamespace lets pods of namespaces pass that the agent's last policy snapshot shows to be
-	// out of the mesh. No snapshot is written yet, and without one every namespace is unknown: until
-	// then it behaves as downStrict.
+	// out of the mesh. Without one every namespace is unknown: it then behaves as downStrict.
 	downByNamespace downPolicy = "namespace"
 	// downStrict lets only own pods and those of excluded namespaces pass.
 	downStrict downPolicy = "strict"
@@ -34,13 +33,15 @@ type config struct {
 	// socket is the agent's, an absolute path: that of key socket, or else the one in the directory of
 	// key runDir.
 	socket string
+	// runDir is the agent's, where it keeps what the plugin needs while it is away.
+	runDir string
 	// excludeNamespaces never are in the mesh.
 	excludeNamespaces []string
 	// agentNamespace and ownPods (patterns as in [path.Match]) name the agent's, the proxy's and the
 	// CA's pods. A pattern holds only within the namespace: pods elsewhere may be called anything.
 	agentNamespace string
 	ownPods        []string
-	// agentDownPolicy is parsed and validated; see downByNamespace for what it does not do yet.
+	// agentDownPolicy is for pods that neither names.
 	agentDownPolicy downPolicy
 	// strictStatus makes STATUS fail while the agent cannot be reached.
 	strictStatus bool
@@ -59,6 +60,7 @@ type config struct {
 func defaults() config {
 	return config{
 		socket:            podevent.DefaultSocket,
+		runDir:            podevent.DefaultRunDir,
 		excludeNamespaces: podevent.DefaultExcludeNamespaces(),
 		agentNamespace:    podevent.DefaultAgentNamespace,
 		ownPods:           podevent.DefaultOwnPods(),
@@ -86,13 +88,13 @@ func parseConfig(stdin []byte) (config, error) {
 	if err := json.Unmarshal(stdin, &raw); err != nil {
 		return conf, fmt.Errorf("network configuration: %w", err)
 	}
-	socket, runDir := "", podevent.DefaultRunDir
+	socket := ""
 	keys := []struct {
 		name  string
 		parse func(json.RawMessage) error
 	}{
 		{"name", text(&conf.name, notEmpty)},
-		{"runDir", text(&runDir, absolute)},
+		{"runDir", text(&conf.runDir, absolute)},
 		{"socket", text(&socket, absolute)},
 		{"excludeNamespaces", list(&conf.excludeNamespaces, notEmpty)},
 		{"agentNamespace", text(&conf.agentNamespace, notEmpty)},
@@ -115,8 +117,9 @@ func parseConfig(stdin []byte) (config, error) {
 			errs = append(errs, fmt.Errorf("key %q: %w", key.name, err))
 		}
 	}
+	conf.runDir = path.Clean(conf.runDir)
 	if socket == "" {
-		socket = path.Clean(runDir) + podevent.SocketInRunDir
+		socket = conf.runDir + podevent.SocketInRunDir
 	}
 	if len(socket) > maxSocketPath {
 		errs = append(errs, fmt.Errorf("key \"socket\" or \"runDir\": a socket's path has at most %d bytes, this one %d", maxSocketPath, len(socket)))

@@ -89,8 +89,8 @@ func printResult(conf config) error {
 }
 
 // del tells the agent and succeeds whatever comes of it: the pod is gone for the runtime, which would
-// otherwise repeat DEL for ever. An agent that is away does not learn of it: nothing keeps the event
-// for it yet. Of a configuration with bad values DEL uses the rest.
+// otherwise repeat DEL for ever. To an agent that does not take the event it is left in the spool; if
+// that fails too, its start finds out by itself. Of a configuration with bad values DEL uses the rest.
 func del(args *skel.CmdArgs) error {
 	conf, confErr := parseConfig(args.StdinData)
 	pod, podErr := parsePod(args.Args)
@@ -107,8 +107,12 @@ func del(args *skel.CmdArgs) error {
 		ContainerID: args.ContainerID, IfName: args.IfName, Pod: pod,
 	}
 	reply, err := call(conf, min(conf.timeout, delTimeout), req, netns)
+	var spoolErr error
+	if err != nil {
+		spoolErr = podevent.Spool(conf.runDir+podevent.SpoolInRunDir, req)
+	}
 	logger(conf).Debug("told the agent", "pod", pod.String(), "uid", pod.UID, "netns", args.Netns,
-		"result", reply.Result, "reason", reply.Reason, "err", joined(confErr, podErr, netnsErr, err))
+		"result", reply.Result, "reason", reply.Reason, "err", joined(confErr, podErr, netnsErr, err, spoolErr))
 	return nil
 }
 

@@ -151,5 +151,8 @@ func (c Config) SDSSocketPath() string {
 // recordsDir is where the agent remembers pods over a restart.
 func (c Config) recordsDir() string { return filepath.Join(c.RunDir, privateDir, "pods") }
 
+// spoolDir is where the plugin leaves events while no agent runs; it finds it below its own runDir.
+func (c Config) spoolDir() string { return c.RunDir + podevent.SpoolInRunDir }
+
 // decisionFile is where the choice of a redirection backend is kept until the next boot.
 func (c Config) decisionFile() string { return filepath.Join(c.RunDir, privateDir, "redirection.json") }

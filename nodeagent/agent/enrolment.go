@@ -159,7 +159,8 @@ func (h countedHandler) Handle(ctx context.Context, req podevent.Request, netns 
 	return reply
 }
 
-// restore takes up what an earlier agent has left.
+// restore takes up what an earlier agent has left, and what the plugin had to say
+// meanwhile: so a pod that has ended leaves nothing, and no proxy is told of it.
 func (p *parts) restore(ctx context.Context) error {
 	known, _, err := p.records.All() // the enroller says what is wrong with others
 	if err != nil {
@@ -173,6 +174,9 @@ func (p *parts) restore(ctx context.Context) error {
 	}
 	began := time.Now()
 	if err := p.enroller.Restore(ctx); err != nil {
+		return err
+	}
+	if err := p.spool.Drain(ctx); err != nil {
 		return err
 	}
 	if len(p.earlier) > 0 {

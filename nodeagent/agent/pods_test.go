@@ -58,11 +58,18 @@ func newSandbox(t *testing.T, number int) *sandbox {
 	s.path = filepath.Join("/run/netns", "cni-"+s.name)
 	must(t, os.WriteFile(s.path, nil, 0o600))
 	must(t, unix.Mount(fmt.Sprintf("/proc/self/fd/%d", s.ns.File().Fd()), s.path, "", unix.MS_BIND, ""))
-	t.Cleanup(func() {
-		must(t, unix.Unmount(s.path, unix.MNT_DETACH))
-		must(t, os.Remove(s.path))
-	})
+	t.Cleanup(func() { s.unmount(t) })
 	return s
+}
+
+// unmount takes the netns from where the runtime keeps it, as it does after DEL.
+func (s *sandbox) unmount(t *testing.T) {
+	t.Helper()
+	if _, err := os.Lstat(s.path); errors.Is(err, fs.ErrNotExist) {
+		return
+	}
+	must(t, unix.Unmount(s.path, unix.MNT_DETACH))
+	must(t, os.Remove(s.path))
 }
 
 // describe writes the pod's manifest, as of a pod that runs.

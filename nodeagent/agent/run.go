@@ -26,6 +26,7 @@ import (
 	"ambientd/nodeagent/podnetns"
 	"ambientd/nodeagent/podsource/manifests"
 	"ambientd/nodeagent/records"
+	"ambientd/nodeagent/spool"
 	"ambientd/nodeagent/watch"
 	"ambientd/nodeagent/workload"
 	"ambientd/nodeagent/zds"
@@ -83,6 +84,7 @@ type parts struct {
 	watcher  *netnswatch.Watcher // nil where the kernel does not let us
 
 	plugin     *watch.Server // events of the CNI plugin
+	spool      *spool.Spool  // those that it could not deliver
 	sds        *sdsServer
 	admin      *admin.Server
 	operations *operations
@@ -172,11 +174,15 @@ func (p *parts) makeServers(sockets *sockets) (err error) {
 	if p.metrics, err = admin.NewMetrics(p.status); err != nil {
 		return err
 	}
+	handler := countedHandler{p.enroller, p.metrics}
 	p.plugin, err = watch.New(watch.Config{
-		Listener: sockets.cni, Handler: countedHandler{p.enroller, p.metrics}, Logger: p.cfg.Logger,
+		Listener: sockets.cni, Handler: handler, Logger: p.cfg.Logger,
 		AddTimeout: p.cfg.AddTimeout, CheckTimeout: p.cfg.AddTimeout,
 	})
 	if err != nil {
+		return err
+	}
+	if p.spool, err = spool.Open(spool.Config{Dir: p.cfg.spoolDir(), Handler: handler, Logger: p.cfg.Logger}); err != nil {
 		return err
 	}
 	p.operations = &operations{parts: p, checked: map[string][]admin.ProbeFinding{}}
@@ -194,7 +200,7 @@ func (p *parts) run(ctx context.Context) error {
 	behind, stop := context.WithCancel(context.WithoutCancel(ctx))
 	var changing sync.WaitGroup
 	for _, part := range []func(context.Context) error{
-		p.plugin.Run, p.admin.Run, p.enroller.Run, p.auditor.Run, p.settleHost,
+		p.plugin.Run, p.spool.Run, p.admin.Run, p.enroller.Run, p.auditor.Run, p.settleHost,
 	} {
 		changing.Add(1)
 		group.Go(func() error {

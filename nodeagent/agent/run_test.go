@@ -309,13 +309,14 @@ func TestFilesAndTheirModes(t *testing.T) {
 	}
 	r := start(t, cfg)
 	want := map[string]fs.FileMode{
-		cfg.RunDir:                           fs.ModeDir | 0o711,
-		filepath.Join(cfg.RunDir, "private"): fs.ModeDir | 0o700,
-		filepath.Join(cfg.RunDir, "sds"):     fs.ModeDir | 0o700,
-		cfg.CNISocketPath():                  fs.ModeSocket | 0o600,
-		cfg.AdminSocketPath():                fs.ModeSocket | 0o600,
-		cfg.SDSSocketPath():                  fs.ModeSocket | 0o600,
-		cfg.ZDSSocket:                        fs.ModeSocket | 0o600,
+		cfg.RunDir:                                    fs.ModeDir | 0o711,
+		filepath.Join(cfg.RunDir, "private"):          fs.ModeDir | 0o700,
+		filepath.Join(cfg.RunDir, "private", "spool"): fs.ModeDir | 0o700,
+		filepath.Join(cfg.RunDir, "sds"):              fs.ModeDir | 0o700,
+		cfg.CNISocketPath():                           fs.ModeSocket | 0o600,
+		cfg.AdminSocketPath():                         fs.ModeSocket | 0o600,
+		cfg.SDSSocketPath():                           fs.ModeSocket | 0o600,
+		cfg.ZDSSocket:                                 fs.ModeSocket | 0o600,
 	}
 	for path, mode := range want {
 		info, err := os.Lstat(path)

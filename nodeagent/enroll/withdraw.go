@@ -48,6 +48,8 @@ func (e *Enroller) detach(ctx context.Context, of podevent.Attachment, a attachm
 		return podevent.Reply{Result: podevent.ResultWithdrawn, Reason: "the pod was not in the mesh: " + a.skipped}, nil
 	case last:
 		return podevent.Reply{Result: podevent.ResultWithdrawn}, e.withdraw(ctx, p)
+	case !enrolled && e.forgetUnattached(a):
+		return podevent.Reply{Result: podevent.ResultWithdrawn, Reason: "the pod was enrolled by an earlier agent"}, e.clearSandbox(ctx, a, netns)
 	case enrolled && p.netns == a.netns:
 		return podevent.Reply{Result: podevent.ResultWithdrawn, Reason: "the pod stays enrolled through another attachment"}, nil
 	default:
@@ -138,14 +140,16 @@ func (e *Enroller) leaveSandbox(ctx context.Context, p *enrolment) error {
 	return nil
 }
 
-// forgetUnattached forgets a pod outside the mesh whose last attachment has ended.
-func (e *Enroller) forgetUnattached(a attachment) {
+// forgetUnattached forgets a pod that is not enrolled, because it is outside the mesh or
+// could not be taken up at the start, if its last attachment has ended.
+func (e *Enroller) forgetUnattached(a attachment) (gone bool) {
 	e.mu.Lock()
-	gone := e.places[a.uid].key == a.netns && !e.attachments.holds(a.uid, a.netns)
+	gone = e.places[a.uid].key == a.netns && !e.attachments.holds(a.uid, a.netns)
 	e.mu.Unlock()
 	if gone {
 		e.end(a.uid, a.netns)
 	}
+	return gone
 }
 
 // clearSandbox removes our rules from the netns of an attachment that the pod
