@@ -35,12 +35,8 @@ type config struct {
 	socket string
 	// runDir is the agent's, where it keeps what the plugin needs while it is away.
 	runDir string
-	// excludeNamespaces never are in the mesh.
-	excludeNamespaces []string
-	// agentNamespace and ownPods (patterns as in [path.Match]) name the agent's, the proxy's and the
-	// CA's pods. A pattern holds only within the namespace: pods elsewhere may be called anything.
-	agentNamespace string
-	ownPods        []string
+	// never are the pods that never are in the mesh.
+	never podevent.Exclusions
 	// agentDownPolicy is for pods that neither names.
 	agentDownPolicy downPolicy
 	// strictStatus makes STATUS fail while the agent cannot be reached.
@@ -59,14 +55,16 @@ type config struct {
 // defaults are what the agent's flags have as defaults too.
 func defaults() config {
 	return config{
-		socket:            podevent.DefaultSocket,
-		runDir:            podevent.DefaultRunDir,
-		excludeNamespaces: podevent.DefaultExcludeNamespaces(),
-		agentNamespace:    podevent.DefaultAgentNamespace,
-		ownPods:           podevent.DefaultOwnPods(),
-		agentDownPolicy:   downByNamespace,
-		timeout:           20 * time.Second, // more than the agent's 15 s, so that its error is seen rather than ours
-		logLevel:          slog.LevelWarn,
+		socket: podevent.DefaultSocket,
+		runDir: podevent.DefaultRunDir,
+		never: podevent.Exclusions{
+			AgentNamespace:    podevent.DefaultAgentNamespace,
+			OwnPods:           podevent.DefaultOwnPods(),
+			ExcludeNamespaces: podevent.DefaultExcludeNamespaces(),
+		},
+		agentDownPolicy: downByNamespace,
+		timeout:         20 * time.Second, // more than the agent's 15 s, so that its error is seen rather than ours
+		logLevel:        slog.LevelWarn,
 	}
 }
 
@@ -96,9 +94,9 @@ func parseConfig(stdin []byte) (config, error) {
 		{"name", text(&conf.name, notEmpty)},
 		{"runDir", text(&conf.runDir, absolute)},
 		{"socket", text(&socket, absolute)},
-		{"excludeNamespaces", list(&conf.excludeNamespaces, notEmpty)},
-		{"agentNamespace", text(&conf.agentNamespace, notEmpty)},
-		{"ownPods", list(&conf.ownPods, pattern)},
+		{"excludeNamespaces", list(&conf.never.ExcludeNamespaces, notEmpty)},
+		{"agentNamespace", text(&conf.never.AgentNamespace, notEmpty)},
+		{"ownPods", list(&conf.never.OwnPods, pattern)},
 		{"agentDownPolicy", text(&conf.agentDownPolicy, oneOf(downByNamespace, downStrict))},
 		{"strictStatus", value(&conf.strictStatus)},
 		{"timeout", duration(&conf.timeout)},
@@ -243,18 +241,18 @@ func oneOf[T ~string](allowed ...T) func(string) error {
 	}
 }
 
-// outside tells whether a pod never is in the mesh, whatever the agent would say, and why. Such a
-// pod starts without the agent: the agent's own could otherwise never start.
-func (c config) outside(pod podevent.Pod) (reason string, ok bool) {
-	if pod.Namespace == c.agentNamespace {
-		for _, p := range c.ownPods {
-			if matched, err := path.Match(p, pod.Name); err == nil && matched {
-				return fmt.Sprintf("own pod (%s in namespace %s)", p, c.agentNamespace), true
-			}
-		}
+// passesWithoutAgent tells whether a pod that the configuration does not keep outside starts while the
+// agent is away: by what that has left behind. Without that, every namespace may be in the mesh.
+func (c config) passesWithoutAgent(pod podevent.Pod) (reason string, err error) {
+	policy, err := podevent.ReadPolicy(c.runDir + podevent.PolicyInRunDir)
+	if err != nil {
+		return "", err
 	}
-	if slices.Contains(c.excludeNamespaces, pod.Namespace) {
-		return "excluded namespace " + pod.Namespace, true
+	if reason, ok := policy.Match(pod); ok {
+		return reason, nil
 	}
-	return "", false
+	if _, out := slices.BinarySearch(policy.OutOfMesh, pod.Namespace); out && c.agentDownPolicy == downByNamespace {
+		return "namespace " + pod.Namespace + " was out of the mesh when the agent last ran", nil
+	}
+	return "", nil
 }

@@ -32,18 +32,19 @@ func TestParseConfig(t *testing.T) {
 			"everything", `{"name":"n","socket":"/s","runDir":"/r","excludeNamespaces":["a","b"],"agentNamespace":"m","ownPods":["x","y-?"],
 			 "agentDownPolicy":"strict","strictStatus":true,"timeout":"1m30s","logLevel":"debug","prevResult":{"a":1},"cni.dev/valid-attachments":[]}`,
 			config{
-				name: "n", socket: "/s", excludeNamespaces: []string{"a", "b"}, agentNamespace: "m", ownPods: []string{"x", "y-?"},
+				name: "n", socket: "/s", runDir: "/r",
+				never:           podevent.Exclusions{ExcludeNamespaces: []string{"a", "b"}, AgentNamespace: "m", OwnPods: []string{"x", "y-?"}},
 				agentDownPolicy: downStrict, strictStatus: true, timeout: 90 * time.Second, logLevel: slog.LevelDebug,
 				prevResult: json.RawMessage(`{"a":1}`), validAttachments: json.RawMessage(`[]`),
 			}, nil,
 		},
-		{"run directory", `{"name":"n","runDir":"/r/"}`, with(func(c *config) { c.socket = "/r/private/cni.sock" }), nil},
+		{"run directory", `{"name":"n","runDir":"/r/"}`, with(func(c *config) { c.runDir, c.socket = "/r", "/r/private/cni.sock" }), nil},
 		{"nothing excluded", `{"name":"n","excludeNamespaces":[],"ownPods":[]}`, with(func(c *config) {
-			c.excludeNamespaces, c.ownPods = []string{}, []string{}
+			c.never.ExcludeNamespaces, c.never.OwnPods = []string{}, []string{}
 		}), nil},
 		{"null is absent", `{"name":"n","socket":null,"ownPods":null,"strictStatus":null,"timeout":null}`, with(func(*config) {}), nil},
 		{"a bad value does not spoil the others", `{"name":"n","timeout":"soon","agentNamespace":"m"}`,
-			with(func(c *config) { c.agentNamespace = "m" }), []string{`key "timeout": value "soon": expected a duration such as "20s"`}},
+			with(func(c *config) { c.never.AgentNamespace = "m" }), []string{`key "timeout": value "soon": expected a duration such as "20s"`}},
 		{"every bad value is named", `{"name":"n","socket":"s","runDir":7,"strictStatus":"yes","logLevel":"loud"}`, with(func(*config) {}), []string{
 			`key "socket": value "s": expected an absolute path`, `key "runDir": value 7: expected a string`,
 			`key "strictStatus": value "yes": expected a bool`, `key "logLevel": value "loud": expected one of ["debug" "info" "warn" "error"]`,
@@ -60,7 +61,7 @@ func TestParseConfig(t *testing.T) {
 		{"negative time", `{"name":"n","timeout":"-1s"}`, with(func(*config) {}), []string{`key "timeout"`}},
 		{"too much time", `{"name":"n","timeout":"1h"}`, with(func(*config) {}), []string{`key "timeout"`}},
 		{"time without a unit", `{"name":"n","timeout":20}`, with(func(*config) {}), []string{`key "timeout": value 20: expected a string such as "20s"`}},
-		{"long path", `{"name":"n","runDir":"/` + strings.Repeat("x", 100) + `"}`, with(func(*config) {}), []string{"at most 107 bytes, this one 118"}},
+		{"long path", `{"name":"n","runDir":"/` + strings.Repeat("x", 100) + `"}`, with(func(c *config) { c.runDir = "/" + strings.Repeat("x", 100) }), []string{"at most 107 bytes, this one 118"}},
 		{"spelling", `{"name":"n","ownpods":[]}`, with(func(*config) {}), []string{`key "ownpods": it is spelled "ownPods"`}},
 		{"no configuration", `[]`, defaults(), []string{"network configuration: json"}},
 	} {
@@ -101,7 +102,7 @@ func TestOutside(t *testing.T) {
 		{"shop", "cart-0", ""},
 		{"", "", ""},
 	} {
-		got, outside := conf.outside(podevent.Pod{Namespace: c.namespace, Name: c.name})
+		got, outside := conf.never.Match(podevent.Pod{Namespace: c.namespace, Name: c.name})
 		if got != c.want || outside != (c.want != "") {
 			t.Errorf("%s/%s: %q, %v, want %q", c.namespace, c.name, got, outside, c.want)
 		}
@@ -122,10 +123,10 @@ func FuzzStdin(f *testing.F) {
 		if !strings.HasPrefix(conf.socket, "/") || len(conf.socket) > maxSocketPath {
 			t.Errorf("socket %q", conf.socket)
 		}
-		if conf.agentNamespace == "" || conf.agentDownPolicy != downByNamespace && conf.agentDownPolicy != downStrict {
+		if conf.never.AgentNamespace == "" || conf.agentDownPolicy != downByNamespace && conf.agentDownPolicy != downStrict {
 			t.Errorf("policy %+v", conf)
 		}
-		conf.outside(podevent.Pod{Namespace: conf.agentNamespace, Name: "p"})
+		conf.never.Match(podevent.Pod{Namespace: conf.never.AgentNamespace, Name: "p"})
 		if addrs, err := parseAddresses(conf.prevResult); err == nil {
 			if !json.Valid(conf.prevResult) || !strings.Contains(string(stdin), string(conf.prevResult)) {
 				t.Errorf("prevResult is not the bytes that came: %q", conf.prevResult)

@@ -67,6 +67,12 @@ func (e *callError) Error() string { return e.cni.Error() }
 // Unwrap finds the CNI error, which the skeleton prints, and the cause.
 func (e *callError) Unwrap() []error { return []error{e.cni, e.cause} }
 
+// unanswered tells whether a call brought no usable answer, as opposed to one that says no.
+func unanswered(err error) bool {
+	var failed *callError
+	return errors.As(err, &failed)
+}
+
 // strictly is the CNI error of a strict STATUS: an agent that does not answer makes the plugin
 // unavailable.
 func strictly(err error) error {
@@ -92,11 +98,12 @@ func withoutPath(err error) string {
 // passes by itself, once an agent of the right version runs, is code 11.
 func noAnswer(conf config, req podevent.Request, err error) error {
 	code, cause := podevent.CodeTryAgain, withoutPath(err)
+	alsoStarts := map[downPolicy]string{downByNamespace: ", as do those of namespaces that were out of the mesh when it last ran"}
 	var details string
 	var versionErr *podevent.VersionError
 	switch {
 	case errors.Is(err, podevent.ErrUnavailable):
-		details = fmt.Sprintf("is ambientd running on this node? see its pod in namespace %s and its log; the runtime tries again, and pods of excludeNamespaces start meanwhile", conf.agentNamespace)
+		details = fmt.Sprintf("is ambientd running on this node? see its pod in namespace %s and its log; the runtime tries again, and pods of excludeNamespaces start meanwhile%s", conf.never.AgentNamespace, alsoStarts[conf.agentDownPolicy])
 	case errors.As(err, &versionErr):
 		cause = fmt.Sprintf("it speaks message version %d, this plugin version %d", versionErr.Got, versionErr.Want)
 		details = "while ambientd is being upgraded this passes by itself; otherwise install the plugin that belongs to the running agent"

@@ -9,7 +9,7 @@
 // and starting the process is most of what it costs: it imports the CNI skeleton, podevent and the
 // standard library, and nothing that makes these start slower.
 //
-// What it decides without the agent is which pods must never wait for it: see [config.outside].
+// What it decides without the agent is which pods must never wait for it: see [podevent.Exclusions] and [config.passesWithoutAgent].
 package main
 
 import (

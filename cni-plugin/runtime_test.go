@@ -270,6 +270,26 @@ func TestDeadlines(t *testing.T) {
 	}
 }
 
+// TestDelWithoutAgent is case 1, the plugin's time: DEL is done in under a second while the agent is
+// stopped, whether the event can be left for it or not.
+func TestDelWithoutAgent(t *testing.T) {
+	for _, spool := range []string{"", "/private"} {
+		runDir := t.TempDir()
+		if err := os.MkdirAll(runDir+spool, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		start := time.Now()
+		out, err := newCall(t, "DEL", fmt.Appendf(nil, `{"cniVersion":"1.1.0","name":"n","runDir":%q}`, runDir)).CombinedOutput()
+		if took := time.Since(start); err != nil || len(out) > 0 || took > time.Second {
+			t.Errorf("DEL with %q in the run directory: %v, %q, after %s", spool, err, out, took)
+		}
+		events, err := filepath.Glob(runDir + "/private/spool/*.json")
+		if err != nil || (len(events) == 1) != (spool != "") {
+			t.Errorf("left: %q, %v", events, err)
+		}
+	}
+}
+
 // TestKilledPlugin: when the runtime kills the plugin, the agent sees the end of the connection,
 // from which it knows that it has to undo.
 func TestKilledPlugin(t *testing.T) {

@@ -18,13 +18,18 @@ import (
 )
 
 // TestScripts runs the plugin as a runtime does. A script finds in its environment what a runtime
-// sets for a pod shop/cart-0, and $SOCK, where its agent listens. Its commands:
+// sets for a pod shop/cart-0, $SOCK, where its agent listens, and $BOOT, the boot's ID. Its commands:
 //
 //	agent WHAT [ARG]   an agent that does WHAT with each request, instead of the one before
 //	asked              print the requests that came since, one JSON object a line
+//	spooled            print the events that are in the spool of $WORK/run, and remove them
 //	expand FILE…       replace ${NAME} in files by the environment
 func TestScripts(t *testing.T) {
 	pod := netnstest.New(t)
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		t.Fatal(err)
+	}
 	testscript.Run(t, testscript.Params{
 		Dir:                 "testdata/script",
 		RequireExplicitExec: true,
@@ -37,6 +42,7 @@ func TestScripts(t *testing.T) {
 				"CNI_NETNS":       nsPath(pod),
 				"CNI_ARGS":        "K8S_POD_UID=u1;IgnoreUnknown=1;K8S_POD_NAME=cart-0;K8S_POD_INFRA_CONTAINER_ID=c1;K8S_POD_NAMESPACE=shop",
 				"GORACE":          os.Getenv("GORACE"),
+				"BOOT":            strings.TrimSpace(string(boot)),
 			} {
 				env.Setenv(key, value)
 			}
@@ -44,7 +50,7 @@ func TestScripts(t *testing.T) {
 			return nil
 		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
-			"agent": cmdAgent, "asked": cmdAsked, "expand": cmdExpand,
+			"agent": cmdAgent, "asked": cmdAsked, "spooled": cmdSpooled, "expand": cmdExpand,
 		},
 	})
 }
@@ -129,6 +135,24 @@ func cmdAsked(ts *testscript.TestScript, neg bool, args []string) {
 		ts.Check(err)
 		_, err = fmt.Fprintf(out, "%s\n", line)
 		ts.Check(err)
+	}
+}
+
+func cmdSpooled(ts *testscript.TestScript, neg bool, args []string) {
+	if neg || len(args) != 0 {
+		ts.Fatalf("usage: spooled")
+	}
+	out := ts.Stdout()
+	files, err := filepath.Glob(ts.MkAbs("run/private/spool/*"))
+	ts.Check(err)
+	for _, file := range files {
+		req, err := podevent.DecodeSpooled([]byte(ts.ReadFile(file)))
+		ts.Check(err)
+		line, err := json.Marshal(req)
+		ts.Check(err)
+		_, err = fmt.Fprintf(out, "%s\n", line)
+		ts.Check(err)
+		ts.Check(os.Remove(file))
 	}
 }
 

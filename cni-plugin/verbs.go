@@ -54,7 +54,8 @@ func add(args *skel.CmdArgs) error {
 }
 
 // askAboutPod opens the network namespace and asks the agent. Of a pod that is outside the mesh for
-// sure, errors that ignorable accepts are none.
+// sure, or by what the agent said of its namespace when it last ran, errors that ignorable accepts are
+// none.
 func askAboutPod(conf config, req podevent.Request, netnsPath string, ignorable func(error) bool) error {
 	netns, err := openNetns(netnsPath)
 	if err != nil {
@@ -62,13 +63,18 @@ func askAboutPod(conf config, req podevent.Request, netnsPath string, ignorable 
 	}
 	defer netns.Close()
 	timeout := conf.timeout
-	why, outside := conf.outside(req.Pod)
+	why, outside := conf.never.Match(req.Pod)
 	if outside {
 		timeout = min(timeout, outsideTimeout)
 	}
 	reply, err := call(conf, timeout, req, netns)
+	var policyErr error
+	if !outside && unanswered(err) {
+		why, policyErr = conf.passesWithoutAgent(req.Pod)
+		outside = why != ""
+	}
 	logger(conf).Debug("asked the agent", "pod", req.Pod.String(), "uid", req.Pod.UID, "netns", netnsPath,
-		"outside", why, "result", reply.Result, "reason", reply.Reason, "err", err)
+		"outside", why, "result", reply.Result, "reason", reply.Reason, "err", joined(err, policyErr))
 	if outside && err != nil && ignorable(err) {
 		return nil
 	}

@@ -38,7 +38,9 @@ func frame(v any, limit int) ([]byte, error) {
 
 // decode fills v from a message's JSON after looking at nothing but its version, so that another
 // version's message is reported as such, whatever else it has.
-func decode(payload []byte, v any) error {
+func decode(payload []byte, v any) error { return decodeVersion(payload, Version, v) }
+
+func decodeVersion(payload []byte, want int, v any) error {
 	var head struct {
 		Version *int `json:"version"`
 	}
@@ -48,8 +50,8 @@ func decode(payload []byte, v any) error {
 	if head.Version == nil {
 		return fmt.Errorf("%w: no version", ErrMalformed)
 	}
-	if *head.Version != Version {
-		return &VersionError{Got: *head.Version, Want: Version}
+	if *head.Version != want {
+		return &VersionError{Got: *head.Version, Want: want}
 	}
 	if err := json.Unmarshal(payload, v); err != nil {
 		return fmt.Errorf("%w: %w", ErrMalformed, err)

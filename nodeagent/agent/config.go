@@ -154,5 +154,8 @@ func (c Config) recordsDir() string { return filepath.Join(c.RunDir, privateDir,
 // spoolDir is where the plugin leaves events while no agent runs; it finds it below its own runDir.
 func (c Config) spoolDir() string { return c.RunDir + podevent.SpoolInRunDir }
 
+// policyFile is what the plugin goes by while no agent runs.
+func (c Config) policyFile() string { return c.RunDir + podevent.PolicyInRunDir }
+
 // decisionFile is where the choice of a redirection backend is kept until the next boot.
 func (c Config) decisionFile() string { return filepath.Join(c.RunDir, privateDir, "redirection.json") }

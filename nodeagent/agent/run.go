@@ -25,6 +25,7 @@ import (
 	"ambientd/nodeagent/hostprobe"
 	"ambientd/nodeagent/podnetns"
 	"ambientd/nodeagent/podsource/manifests"
+	"ambientd/nodeagent/policyfile"
 	"ambientd/nodeagent/records"
 	"ambientd/nodeagent/spool"
 	"ambientd/nodeagent/watch"
@@ -85,6 +86,7 @@ type parts struct {
 
 	plugin     *watch.Server // events of the CNI plugin
 	spool      *spool.Spool  // those that it could not deliver
+	forPlugin  *policyfile.File
 	sds        *sdsServer
 	admin      *admin.Server
 	operations *operations
@@ -105,6 +107,7 @@ func assemble(ctx context.Context, cfg Config, host *podnetns.Host, sockets *soc
 		func() error { return p.makeEnrolment(host, sockets) },
 		p.makeAudit,
 		func() error { return p.makeServers(sockets) },
+		func() error { return p.makeForAbsence(host) },
 	} {
 		if err := assemble(); err != nil {
 			return nil, err
@@ -174,15 +177,11 @@ func (p *parts) makeServers(sockets *sockets) (err error) {
 	if p.metrics, err = admin.NewMetrics(p.status); err != nil {
 		return err
 	}
-	handler := countedHandler{p.enroller, p.metrics}
 	p.plugin, err = watch.New(watch.Config{
-		Listener: sockets.cni, Handler: handler, Logger: p.cfg.Logger,
+		Listener: sockets.cni, Handler: countedHandler{p.enroller, p.metrics}, Logger: p.cfg.Logger,
 		AddTimeout: p.cfg.AddTimeout, CheckTimeout: p.cfg.AddTimeout,
 	})
 	if err != nil {
-		return err
-	}
-	if p.spool, err = spool.Open(spool.Config{Dir: p.cfg.spoolDir(), Handler: handler, Logger: p.cfg.Logger}); err != nil {
 		return err
 	}
 	p.operations = &operations{parts: p, checked: map[string][]admin.ProbeFinding{}}
@@ -213,7 +212,7 @@ func (p *parts) run(ctx context.Context) error {
 		stop()
 		return nil
 	})
-	rest := []func(context.Context) error{p.pods.Run, p.fetcher.Run, p.proxies.Run, p.sds.run, p.awaitReady}
+	rest := []func(context.Context) error{p.pods.Run, p.fetcher.Run, p.proxies.Run, p.sds.run, p.forPlugin.Run, p.awaitReady}
 	if p.watcher != nil {
 		rest = append(rest, p.watcher.Run)
 	}

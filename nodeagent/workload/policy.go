@@ -8,6 +8,7 @@ import (
 	"path"
 	"slices"
 
+	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
@@ -111,4 +112,20 @@ func (p Policy) exclusion(pod Pod) string {
 		return "it has no service account, so it has no identity"
 	}
 	return ""
+}
+
+// NamespaceOut tells whether pods of a namespace with those labels are out of the mesh as
+// far as the namespace goes: it is excluded, or no selector that asks for a namespace's
+// labels matches it. Selectors that ask for nothing but a pod's labels do not count, as
+// they would put every namespace in: such a pod is in the mesh by itself.
+func (p Policy) NamespaceOut(name string, namespaceLabels map[string]string) bool {
+	if slices.Contains(p.ExcludeNamespaces, name) {
+		return true
+	}
+	for _, s := range p.Selectors {
+		if s.namespace != nil && !s.namespace.Empty() && s.namespace.Matches(labels.Set(namespaceLabels)) {
+			return false
+		}
+	}
+	return true
 }

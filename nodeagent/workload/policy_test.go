@@ -130,6 +130,42 @@ func annotate(key, value string) func(*workload.Pod) {
 	return func(p *workload.Pod) { p.Annotations = map[string]string{key: value} }
 }
 
+func TestNamespaceOut(t *testing.T) {
+	pair := func(pod, namespace string) workload.SelectorSpec {
+		return workload.SelectorSpec{
+			PodSelector: metav1.LabelSelector{MatchLabels: set(pod)}, NamespaceSelector: metav1.LabelSelector{MatchLabels: set(namespace)},
+		}
+	}
+	all := workload.SelectorSpec{
+		PodSelector: metav1.LabelSelector{MatchLabels: set("mesh=yes")},
+		NamespaceSelector: metav1.LabelSelector{MatchExpressions: []metav1.LabelSelectorRequirement{
+			{Key: "kubernetes.io/metadata.name", Operator: metav1.LabelSelectorOpExists},
+		}},
+	}
+	for _, test := range []struct {
+		name            string
+		selectors       []workload.SelectorSpec
+		namespace, with string // its label
+		out             bool
+	}{
+		{"unlabelled", workload.DefaultSelectors(), "shop", "", true},
+		{"labelled in", workload.DefaultSelectors(), "shop", ambient, false},
+		{"labelled out", workload.DefaultSelectors(), "shop", none, true},
+		{"excluded and labelled in", workload.DefaultSelectors(), "kube-system", ambient, true},
+		{"the agent's, labelled in", workload.DefaultSelectors(), "ambientd-system", ambient, false},
+		{"some of its pods", []workload.SelectorSpec{pair("tier=web", "mesh=yes")}, "shop", "mesh=yes", false},
+		{"of another label", []workload.SelectorSpec{pair("tier=web", "mesh=yes")}, "shop", "mesh=no", true},
+		{"pods by themselves only", []workload.SelectorSpec{pair("mesh=yes", "")}, "shop", "", true},
+		{"any namespace that has a name", []workload.SelectorSpec{all}, "shop", "kubernetes.io/metadata.name=shop", false},
+		{"one of several", append(workload.DefaultSelectors(), pair("", "mesh=yes")), "shop", "mesh=yes", false},
+	} {
+		p := policy(t, test.selectors)
+		if out := p.NamespaceOut(test.namespace, set(test.with)); out != test.out {
+			t.Errorf("%s: out is %v", test.name, out)
+		}
+	}
+}
+
 func TestZeroPolicyTakesNobody(t *testing.T) {
 	if got := (workload.Policy{}).Decide(pod(ambient, ambient)); got.InMesh {
 		t.Errorf("got %+v, want out", got)

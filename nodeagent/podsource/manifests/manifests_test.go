@@ -172,6 +172,27 @@ func TestLookup(t *testing.T) {
 	}
 }
 
+func TestNamespaces(t *testing.T) {
+	d := newDirectory(t)
+	d.put("a.yaml", shopNamespace)
+	d.put("b.yaml", "apiVersion: v1\nkind: Pod\nmetadata: {name: p, namespace: plain}\n")
+	s := d.open()
+	check := func(want map[string]map[string]string, complete bool) {
+		t.Helper()
+		got, whole := s.Namespaces()
+		if diff := cmp.Diff(want, got); diff != "" || whole != complete {
+			t.Errorf("complete: %v\n%s", whole, diff)
+		}
+		got["mine"] = nil // the caller's
+	}
+	shop := map[string]string{"istio.io/dataplane-mode": "ambient"}
+	check(map[string]map[string]string{"shop": shop, "plain": nil}, true)
+	d.put("c.yaml", "{") // may describe namespace plain
+	_, err := s.Lookup(t.Context(), "shop", "none", "")
+	wantError(t, err, podsource.ErrNotFound)
+	check(map[string]map[string]string{"shop": shop}, false)
+}
+
 func TestDefaults(t *testing.T) {
 	d := newDirectory(t)
 	d.put("a.yaml", "# leading comment\n---\napiVersion: v1\nkind: Pod\nmetadata: {name: a}\n---\n# nothing\n---\n")

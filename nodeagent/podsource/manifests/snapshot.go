@@ -48,6 +48,7 @@ type snapshot struct {
 	settled  bool
 	files    map[string]*file
 	pods     map[podName]entry
+	labels   map[string]map[string]string // of the namespaces that have a manifest
 	problems []problem
 }
 
@@ -107,6 +108,7 @@ func (s *snapshot) same(other *snapshot) bool {
 // the same object the first is taken, whichever was written last.
 func (s *snapshot) index(files []*file) {
 	labels := map[string]map[string]string{}
+	s.labels = labels
 	namespaceFiles := map[string]*file{}
 	for _, f := range files {
 		if f.err != nil {

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"path/filepath"
 	"slices"
 	"sync"
@@ -168,6 +169,27 @@ func (s *Source) List() (pods []workload.Pod, complete bool) {
 		pods = append(pods, e.pod)
 	}
 	return pods, r.err == nil && r.snapshot.unreadable() == ""
+}
+
+// Namespaces returns the namespaces with their labels, as they were read last: those
+// that have a manifest, and of a complete list also those that pods are in without. The
+// labels are shared: nobody may change them.
+func (s *Source) Namespaces() (labels map[string]map[string]string, complete bool) {
+	r := s.current.Load()
+	complete = r.err == nil && r.snapshot.unreadable() == ""
+	labels = maps.Clone(r.snapshot.labels)
+	if labels == nil {
+		labels = map[string]map[string]string{}
+	}
+	if !complete {
+		return labels, false // what has no manifest may have one in a file that cannot be read
+	}
+	for name := range r.snapshot.pods {
+		if _, ok := labels[name.namespace]; !ok {
+			labels[name.namespace] = nil
+		}
+	}
+	return labels, true
 }
 
 // Changed receives after the directory's content has changed, once for any number

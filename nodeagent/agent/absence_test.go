@@ -5,6 +5,7 @@ package agent_test
 import (
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
@@ -80,6 +81,30 @@ func TestSpooledLate(t *testing.T) {
 	wantNoTraces(t, s.ns)
 	awaitEmpty(t, filepath.Join(cfg.RunDir, "private", "spool"))
 	r.end()
+}
+
+// TestPolicyIsLeft: the policy for the time without an agent follows the pod source, and stays.
+func TestPolicyIsLeft(t *testing.T) {
+	cfg := config(t)
+	cfg.ExcludeNamespaces = []string{"infra"}
+	r := begin(t, cfg)
+	r.manifest("plain", "apiVersion: v1\nkind: Namespace\nmetadata: {name: plain}\n")
+	path := filepath.Join(cfg.RunDir, "private", "policy.json")
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for deadline := time.Now().Add(patience); ; <-tick.C {
+		policy, err := podevent.ReadPolicy(path)
+		if err == nil && slices.Equal(policy.OutOfMesh, []string{"plain"}) && slices.Equal(policy.ExcludeNamespaces, cfg.ExcludeNamespaces) {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("the policy is %+v, %v", policy, err)
+		}
+	}
+	r.end()
+	if _, err := podevent.ReadPolicy(path); err != nil {
+		t.Errorf("after the end: %v", err)
+	}
 }
 
 // awaitEmpty waits until a directory holds nothing.
