@@ -29,7 +29,7 @@ func (s *ruleSet) amend(socket *rawnetlink.Socket, known sighting) (sighting, er
 	if err != nil {
 		return sighting{}, err
 	}
-	return sighting{generation: generationOf(answers), set: s, handles: withEchoed(after, answers)}, nil
+	return sighting{generation: next(known.generation), set: s, handles: withEchoed(after, answers)}, nil
 }
 
 // amendment returns the changes, and the handles of the rules after them; those that the kernel is yet to give are 0.

@@ -47,9 +47,12 @@ func (b *Backend) begin(ctx context.Context, c *conn, opts redirection.Options) 
 	set, err := b.rules.get(opts, families)
 	var after sighting
 	if err == nil {
-		after, err = b.createUnlessThere(c, set)
+		// Where there was a transaction before, that ends at once. One that fails on a table which is there takes the kernel
+		// a grace period, some 10 ms (__nf_tables_abort, net/netfilter/nf_tables_api.c).
+		after, err = set.create(c.packet, firstGeneration)
+		c.quiet = err == nil
 	}
-	if err == nil && after.set == nil {
+	if errors.Is(err, unix.ERESTART) {
 		after, err = b.install(c, set, sighting{})
 	}
 	if err != nil {
@@ -57,29 +60,6 @@ func (b *Backend) begin(ctx context.Context, c *conn, opts redirection.Options) 
 	}
 	b.note(c, after)
 	return families, nil
-}
-
-// createUnlessThere makes our table unless there is one, of an earlier agent's as a rule. Then it returns a sighting of
-// nothing, without having tried: a transaction that is refused takes the kernel a grace period, some 10 ms
-// (__nf_tables_abort, net/netfilter/nf_tables_api.c). No table can be there before the first transaction.
-func (b *Backend) createUnlessThere(c *conn, set *ruleSet) (sighting, error) {
-	const noneYet = 1
-	now, err := readGeneration(c.packet)
-	if err == nil && now != noneYet {
-		var before status
-		if before, err = readStatus(c.packet, redirection.NFTablesTable); before.exists {
-			return sighting{}, err
-		}
-	}
-	c.quiet = err == nil && now == noneYet
-	if err != nil {
-		return sighting{}, err
-	}
-	after, err := set.create(c.packet)
-	if errors.Is(err, unix.EEXIST) { // another call was faster
-		return sighting{}, nil
-	}
-	return after, err
 }
 
 // change applies to a namespace of which something is known.

@@ -36,16 +36,35 @@ type change struct {
 }
 
 // assemble makes a transaction of changes. Only the last one asks for an acknowledgement: all others would have to be
-// read, and a message that fails is reported without asking. The first one asks for its echo, and is all that the kernel
-// looks at when it decides whether to tell the generation that the transaction made (nf_tables_gen_notify,
-// net/netfilter/nf_tables_api.c). A deletion does not: its echo is everything that it deletes, and makes it half as dear
-// again.
+// read, and a message that fails is reported without asking.
 func assemble(changes []change) *batch { return assembleWith(nil, changes) }
 
-// assembleAt makes a transaction that the kernel refuses with ERESTART unless it is the next one after that generation.
+// assembleEchoed likewise, so that the kernel tells which generation the transaction made. When it decides whether to, it
+// looks at the first message alone (nf_tables_gen_notify, net/netfilter/nf_tables_api.c). That must not be one that deletes
+// a table: its echo is everything in it.
+func assembleEchoed(changes []change) *batch {
+	changes = slices.Clone(changes)
+	changes[0].flags |= unix.NLM_F_ECHO
+	return assembleWith(nil, changes)
+}
+
+// assembleAt makes a transaction that the kernel refuses with ERESTART, at once, unless it is the next one after that
+// generation. So the generation that it makes is known.
 func assembleAt(generation uint32, changes []change) *batch {
 	return assembleWith([]rawnetlink.Attribute{number(batchGenerationID, generation)}, changes)
 }
+
+// at returns a transaction of assembleAt for another generation.
+func (b *batch) at(generation uint32) *batch {
+	const offset = unix.NLMSG_HDRLEN + nfgenHeader + unix.NLA_HDRLEN
+	moved := *b
+	moved.bytes = slices.Clone(b.bytes)
+	binary.BigEndian.PutUint32(moved.bytes[offset:], generation)
+	return &moved
+}
+
+// next returns the generation after one (nf_tables_commit, net/netfilter/nf_tables_api.c).
+func next(generation uint32) uint32 { return max(generation+1, 1) }
 
 // batchGenerationID is NFNL_BATCH_GENID of linux/netfilter/nfnetlink.h, which package unix does not have.
 const batchGenerationID = 1
@@ -68,10 +87,7 @@ func assembleWith(conditions []rawnetlink.Attribute, changes []change) *batch {
 		begin = rawnetlink.AppendAttribute(begin, a)
 	}
 	add(rawnetlink.Message{Type: unix.NFNL_MSG_BATCH_BEGIN, Payload: begin}, "beginning a transaction")
-	for i, c := range changes {
-		if i == 0 && c.message != unix.NFT_MSG_DELTABLE {
-			c.flags |= unix.NLM_F_ECHO
-		}
+	for _, c := range changes {
 		add(rawnetlink.Message{Type: messageType(c.message), Flags: c.flags, Payload: c.payload}, c.what)
 	}
 	add(rawnetlink.Message{Type: unix.NFNL_MSG_BATCH_END, Payload: frame}, "committing the transaction")

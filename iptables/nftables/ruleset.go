@@ -19,7 +19,7 @@ import (
 
 // ruleSet is what one combination of options and families needs, encoded once.
 type ruleSet struct {
-	creation    *batch // where there is no table of ours
+	creation    *batch // where there never was a transaction, and so is no table of ours
 	replacement *batch // where there may be one
 	chains      []chainChanges
 	want        *table
@@ -40,8 +40,8 @@ func newRuleSet(rules []redirection.Rule) (*ruleSet, error) {
 	}
 	all := joinChains(chains)
 	s := &ruleSet{
-		creation:    assemble(slices.Concat([]change{addTable(redirection.NFTablesTable, unix.NLM_F_EXCL)}, all)),
-		replacement: assemble(slices.Concat(replaceTable(redirection.NFTablesTable), all)),
+		creation:    assembleAt(firstGeneration, slices.Concat([]change{addTable(redirection.NFTablesTable, unix.NLM_F_EXCL)}, all)),
+		replacement: assembleEchoed(slices.Concat(replaceTable(redirection.NFTablesTable), all)),
 		chains:      chains,
 		meanings:    map[string]string{},
 		initial:     handles{},
@@ -68,20 +68,27 @@ func newRuleSet(rules []redirection.Rule) (*ruleSet, error) {
 // table costs the kernel a grace period later on, so that is not done where, before, there was none.
 func (s *ruleSet) install(socket *rawnetlink.Socket, before status) (sighting, error) {
 	if !before.exists {
-		after, err := s.create(socket)
-		if !errors.Is(err, unix.EEXIST) {
+		after, err := s.create(socket, before.generation)
+		if !errors.Is(err, unix.ERESTART) {
 			return after, err
 		}
-		// Somebody else was faster.
+		// Somebody else was faster, whatever that made.
 	}
 	answers, err := commitEchoed(socket, s.replacement)
 	return sighting{generation: generationOf(answers), set: s, handles: s.initial}, err
 }
 
-// create makes our table where there is none; with one, it fails with EEXIST.
-func (s *ruleSet) create(socket *rawnetlink.Socket) (sighting, error) {
-	answers, err := commitEchoed(socket, s.creation)
-	return sighting{generation: generationOf(answers), set: s, handles: s.initial}, err
+// firstGeneration is that of a namespace whose packet rules nobody has ever changed.
+const firstGeneration = 1
+
+// create makes our table at a generation at which there is none. At another one, it fails with ERESTART.
+func (s *ruleSet) create(socket *rawnetlink.Socket, generation uint32) (sighting, error) {
+	creation := s.creation
+	if generation != firstGeneration {
+		creation = creation.at(generation)
+	}
+	err := commit(socket, creation)
+	return sighting{generation: next(generation), set: s, handles: s.initial}, err
 }
 
 // compare reads our table and returns in what it differs from the rule set. If it does not, it returns the handles of its
