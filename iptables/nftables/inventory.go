@@ -4,6 +4,7 @@ package nftables
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -13,39 +14,48 @@ import (
 	"ambientd/iptables/rawnetlink"
 )
 
-// inventory is what a namespace holds of somebody, among what it holds of others.
+// inventory is what a namespace holds of somebody, among what it holds of others. A pod decides how much that is, so of
+// rules only those are kept that lead to somebody's chains, and none are read that nothing depends on.
 type inventory struct {
 	whose      owner
 	generation uint32
 	tables     []*foundTable
+	objects    int // tables and chains
 }
 
-// foundTable is a table with all that is in it.
+// foundTable is a table with what is in it.
 type foundTable struct {
 	family byte // NFPROTO_
 	name   string
 	uses   int // objects in it, chains included
 	chains []foundChain
-	rules  []foundRule // read only where something of somebody's was found, or might be
+	jumps  []foundJump // to somebody's chains, from others
 }
 
 type foundChain struct {
 	name   string
 	base   bool
 	policy []byte // of a base chain
+	uses   int    // rules in it, and whatever leads to it
+	rules  int    // in it, where it is somebody's
+	kept   bool   // something else than rules leads to it, such as a map of verdicts, so the kernel does not give it up
 }
 
-type foundRule struct {
-	chain  string
+// foundJump is a rule that jumps or goes to a chain.
+type foundJump struct {
+	chain  string // that holds it
 	handle []byte
-	target string // the chain that it jumps or goes to, empty for none
+	target string
 }
+
+// maxObjects bounds how many tables and chains are looked at.
+const maxObjects = 1 << 16
 
 // readInventory looks for what belongs to whose. Answers may be from different generations: whoever acts on them names
 // the first.
-func readInventory(socket *rawnetlink.Socket, whose owner) (*inventory, error) {
+func readInventory(ctx context.Context, socket *rawnetlink.Socket, whose owner) (*inventory, error) {
 	for range readAttempts {
-		here, err := readInventoryOnce(socket, whose)
+		here, err := readInventoryOnce(ctx, socket, whose)
 		if !errors.Is(err, rawnetlink.ErrInterrupted) {
 			return here, err
 		}
@@ -53,7 +63,7 @@ func readInventory(socket *rawnetlink.Socket, whose owner) (*inventory, error) {
 	return &inventory{}, fmt.Errorf("reading tables and chains: %w, %d times in a row", rawnetlink.ErrInterrupted, readAttempts)
 }
 
-func readInventoryOnce(socket *rawnetlink.Socket, whose owner) (*inventory, error) {
+func readInventoryOnce(ctx context.Context, socket *rawnetlink.Socket, whose owner) (*inventory, error) {
 	here := &inventory{whose: whose}
 	before, err := readStatus(socket, "")
 	if err != nil {
@@ -61,16 +71,13 @@ func readInventoryOnce(socket *rawnetlink.Socket, whose owner) (*inventory, erro
 	}
 	here.generation = before.generation
 	for _, message := range []uint16{unix.NFT_MSG_GETTABLE, unix.NFT_MSG_GETCHAIN} {
-		if err := here.dump(socket, dumpRequest(message, []byte{unix.NFPROTO_UNSPEC, unix.NFNETLINK_V0, 0, 0})); err != nil {
+		request := dumpRequest(message, []byte{unix.NFPROTO_UNSPEC, unix.NFNETLINK_V0, 0, 0})
+		if err := socket.Scan(ctx, request, here.take); err != nil {
 			return here, fmt.Errorf("listing tables and chains: %w", err)
 		}
 	}
 	for _, t := range here.tables {
-		if !here.concerns(t) {
-			continue
-		}
-		payload := appendText([]byte{t.family, unix.NFNETLINK_V0, 0, 0}, unix.NFTA_RULE_TABLE, t.name)
-		if err := here.dump(socket, dumpRequest(unix.NFT_MSG_GETRULE, payload)); err != nil {
+		if err := t.readJumps(ctx, socket, here.chainsOf(t)); err != nil {
 			return here, fmt.Errorf("listing the rules of table %s: %w", t, err)
 		}
 	}
@@ -83,43 +90,103 @@ func dumpRequest(message uint16, payload []byte) []byte {
 	})
 }
 
-// maxInventory bounds each of its dumps, in bytes: tens of thousands of rules.
-const maxInventory = 8 << 20
-
-// dump takes up the answers to a request.
-func (here *inventory) dump(socket *rawnetlink.Socket, request []byte) error {
-	answer, err := socket.Dump(request, maxInventory)
-	for err == nil && len(answer) > 0 {
-		var m rawnetlink.Message
-		if m, answer, err = rawnetlink.Next(answer); err != nil || len(m.Payload) < nfgenHeader {
-			continue
-		}
-		var f fields
-		if f, err = fieldsOf(m.Payload[nfgenHeader:]); err != nil {
-			continue
-		}
-		family := m.Payload[0]
-		switch m.Type {
-		case messageType(unix.NFT_MSG_NEWTABLE):
-			here.tables = append(here.tables, &foundTable{
-				family: family, name: text(f[unix.NFTA_TABLE_NAME]), uses: int(f.number(unix.NFTA_TABLE_USE)),
+// take takes up a table or a chain.
+func (here *inventory) take(m rawnetlink.Message) (more bool, err error) {
+	if len(m.Payload) < nfgenHeader {
+		return true, nil
+	}
+	if here.objects++; here.objects > maxObjects {
+		return false, fmt.Errorf("more than %d of them", maxObjects)
+	}
+	f, err := fieldsOf(m.Payload[nfgenHeader:])
+	if err != nil {
+		return false, err
+	}
+	family := m.Payload[0]
+	switch m.Type {
+	case messageType(unix.NFT_MSG_NEWTABLE):
+		here.tables = append(here.tables, &foundTable{
+			family: family, name: text(f[unix.NFTA_TABLE_NAME]), uses: int(f.number(unix.NFTA_TABLE_USE)),
+		})
+	case messageType(unix.NFT_MSG_NEWCHAIN):
+		if t := here.table(family, text(f[unix.NFTA_CHAIN_TABLE])); t != nil {
+			t.chains = append(t.chains, foundChain{
+				name: text(f[unix.NFTA_CHAIN_NAME]), base: f[unix.NFTA_CHAIN_HOOK] != nil,
+				policy: bytes.Clone(f[unix.NFTA_CHAIN_POLICY]), uses: int(f.number(unix.NFTA_CHAIN_USE)),
 			})
-		case messageType(unix.NFT_MSG_NEWCHAIN):
-			if t := here.table(family, text(f[unix.NFTA_CHAIN_TABLE])); t != nil {
-				t.chains = append(t.chains, foundChain{
-					name: text(f[unix.NFTA_CHAIN_NAME]), base: f[unix.NFTA_CHAIN_HOOK] != nil, policy: bytes.Clone(f[unix.NFTA_CHAIN_POLICY]),
-				})
-			}
-		case messageType(unix.NFT_MSG_NEWRULE):
-			if t := here.table(family, text(f[unix.NFTA_RULE_TABLE])); t != nil {
-				t.rules = append(t.rules, foundRule{
-					chain: text(f[unix.NFTA_RULE_CHAIN]), handle: bytes.Clone(f[unix.NFTA_RULE_HANDLE]),
-					target: jumpTarget(f[unix.NFTA_RULE_EXPRESSIONS]),
-				})
-			}
 		}
 	}
-	return err
+	return true, nil
+}
+
+// readJumps looks for the rules that lead to the chains given. The kernel counts what uses a chain, so it is known how many
+// there are: with none left to find, the rest of the table does not matter.
+func (t *foundTable) readJumps(ctx context.Context, socket *rawnetlink.Socket, chains []string) error {
+	if len(chains) == 0 {
+		return nil
+	}
+	unseen := map[string]int{} // uses of each chain that are not explained yet
+	missing := 0
+	for _, c := range t.chains {
+		if slices.Contains(chains, c.name) {
+			unseen[c.name] = c.uses
+			missing += c.uses
+		}
+	}
+	explained := func(chain string) {
+		if _, is := unseen[chain]; is {
+			unseen[chain]--
+			missing--
+		}
+	}
+	rules := map[string]int{}
+	for _, name := range chains { // few, and short as a rule
+		payload := appendText(t.payload(), unix.NFTA_RULE_CHAIN, name)
+		err := t.scanRules(ctx, socket, payload, func(_ []byte, chain, target string) bool {
+			if chain == name {
+				rules[name]++
+				explained(name)
+				explained(target)
+			}
+			return true
+		})
+		if err != nil {
+			return err
+		}
+	}
+	if missing > 0 {
+		err := t.scanRules(ctx, socket, t.payload(), func(handle []byte, chain, target string) bool {
+			if slices.Contains(chains, target) && !slices.Contains(chains, chain) {
+				t.jumps = append(t.jumps, foundJump{chain: chain, handle: bytes.Clone(handle), target: target})
+				explained(target)
+			}
+			return missing > 0
+		})
+		if err != nil {
+			return err
+		}
+	}
+	for i := range t.chains {
+		c := &t.chains[i]
+		c.kept, c.rules = unseen[c.name] > 0, rules[c.name]
+	}
+	return nil
+}
+
+func (t *foundTable) payload() []byte {
+	return appendText([]byte{t.family, unix.NFNETLINK_V0, 0, 0}, unix.NFTA_RULE_TABLE, t.name)
+}
+
+// scanRules calls take for rules until it wants no more.
+func (t *foundTable) scanRules(ctx context.Context, socket *rawnetlink.Socket, payload []byte, take func(handle []byte, chain, target string) bool) error {
+	return socket.Scan(ctx, dumpRequest(unix.NFT_MSG_GETRULE, payload), func(m rawnetlink.Message) (bool, error) {
+		if m.Type != messageType(unix.NFT_MSG_NEWRULE) || len(m.Payload) < nfgenHeader {
+			return true, nil
+		}
+		attributes := m.Payload[nfgenHeader:]
+		return take(lookup(attributes, unix.NFTA_RULE_HANDLE), text(lookup(attributes, unix.NFTA_RULE_CHAIN)),
+			jumpTarget(lookup(attributes, unix.NFTA_RULE_EXPRESSIONS))), nil
+	})
 }
 
 // jumpTarget returns the chain that a rule's last expression jumps or goes to, as iptables' targets do.
@@ -149,11 +216,6 @@ func (here *inventory) table(family byte, name string) *foundTable {
 		}
 	}
 	return nil
-}
-
-// concerns reports whether a table's rules have to be known.
-func (here *inventory) concerns(t *foundTable) bool {
-	return len(here.chainsOf(t)) > 0 || here.whose.empty && t.isBare()
 }
 
 // chainsOf returns the chains of a table that belong to whom the inventory is for.
@@ -209,20 +271,27 @@ func (t *foundTable) isBare() bool {
 }
 
 // isEmpty reports whether, besides, there are no rules in them.
-func (t *foundTable) isEmpty() bool { return t.isBare() && len(t.rules) == 0 }
+func (t *foundTable) isEmpty() bool {
+	rules := 0
+	for _, c := range t.chains {
+		rules += c.uses
+	}
+	return t.isBare() && rules == 0
+}
 
 // without returns what a table is when the chains, and all rules in them or leading to them, are gone.
 func (t *foundTable) without(chains []string) *foundTable {
 	rest := &foundTable{family: t.family, name: t.name, uses: t.uses - len(chains)}
 	for _, c := range t.chains {
-		if !slices.Contains(chains, c.name) {
-			rest.chains = append(rest.chains, c)
+		if slices.Contains(chains, c.name) {
+			continue
 		}
-	}
-	for _, r := range t.rules {
-		if !slices.Contains(chains, r.chain) && !slices.Contains(chains, r.target) {
-			rest.rules = append(rest.rules, r)
+		for _, jump := range t.jumps {
+			if jump.chain == c.name {
+				c.uses--
+			}
 		}
+		rest.chains = append(rest.chains, c)
 	}
 	return rest
 }
@@ -233,25 +302,30 @@ func (t *foundTable) change(message uint16, what string) change {
 	return change{message: message, payload: payload, what: what}
 }
 
-// removeChains takes away chains: first what leads to them, then what is in them, since they may lead to each other.
+// removeChains takes away chains: first what leads to them, then what is in them, since they may lead to each other. One
+// that the kernel would not give up is left, and empty: to lead to it means nothing then.
 func (t *foundTable) removeChains(chains []string) []change {
 	var changes []change
-	for _, r := range t.rules {
-		if slices.Contains(chains, r.target) && !slices.Contains(chains, r.chain) {
-			c := t.change(unix.NFT_MSG_DELRULE, fmt.Sprintf("deleting the jump from %s to %s in table %s", r.chain, r.target, t))
-			c.payload = appendText(c.payload, unix.NFTA_RULE_CHAIN, r.chain)
-			c.payload = rawnetlink.AppendAttribute(c.payload, rawnetlink.Attribute{Type: unix.NFTA_RULE_HANDLE, Data: r.handle})
-			changes = append(changes, c)
-		}
-	}
-	for _, name := range chains {
-		c := t.change(unix.NFT_MSG_DELRULE, fmt.Sprintf("emptying chain %s of table %s", name, t))
-		c.payload = appendText(c.payload, unix.NFTA_RULE_CHAIN, name)
+	for _, jump := range t.jumps {
+		c := t.change(unix.NFT_MSG_DELRULE, fmt.Sprintf("deleting the jump from %s to %s in table %s", jump.chain, jump.target, t))
+		c.payload = appendText(c.payload, unix.NFTA_RULE_CHAIN, jump.chain)
+		c.payload = rawnetlink.AppendAttribute(c.payload, rawnetlink.Attribute{Type: unix.NFTA_RULE_HANDLE, Data: jump.handle})
 		changes = append(changes, c)
 	}
-	for _, name := range chains {
-		c := t.change(unix.NFT_MSG_DELCHAIN, fmt.Sprintf("deleting chain %s of table %s", name, t))
-		c.payload = appendText(c.payload, unix.NFTA_CHAIN_NAME, name)
+	for _, chain := range t.chains {
+		if !slices.Contains(chains, chain.name) || chain.kept && chain.rules == 0 {
+			continue
+		}
+		c := t.change(unix.NFT_MSG_DELRULE, fmt.Sprintf("emptying chain %s of table %s", chain.name, t))
+		c.payload = appendText(c.payload, unix.NFTA_RULE_CHAIN, chain.name)
+		changes = append(changes, c)
+	}
+	for _, chain := range t.chains {
+		if !slices.Contains(chains, chain.name) || chain.kept {
+			continue
+		}
+		c := t.change(unix.NFT_MSG_DELCHAIN, fmt.Sprintf("deleting chain %s of table %s", chain.name, t))
+		c.payload = appendText(c.payload, unix.NFTA_CHAIN_NAME, chain.name)
 		changes = append(changes, c)
 	}
 	return changes

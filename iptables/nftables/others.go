@@ -170,7 +170,7 @@ func (b *Backend) has(ctx context.Context, run redirection.Runner, whose owner) 
 		return false, err
 	}
 	err = b.packetRules(run, func(socket *rawnetlink.Socket) error {
-		here, err := readInventory(socket, whose)
+		here, err := readInventory(ctx, socket, whose)
 		found = len(here.removal()) > 0
 		return err
 	})
@@ -185,7 +185,7 @@ func (b *Backend) removeOthers(ctx context.Context, run redirection.Runner, whos
 			if err := ctx.Err(); err != nil {
 				return err
 			}
-			here, err := readInventory(socket, whose)
+			here, err := readInventory(ctx, socket, whose)
 			if err != nil {
 				return err
 			}

@@ -10,6 +10,7 @@
 package rawnetlink
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"sync"
@@ -278,6 +279,51 @@ func (s *Socket) Dump(requests []byte, limit int) ([]byte, error) {
 				return nil, err
 			}
 			return (*s.buffer)[start:], ErrTooLong
+		}
+	}
+}
+
+// Scan sends requests that read, of which the last is a dump, and hands each message of the answers to take, as far as
+// take wants more of them: it holds one datagram at a time, however much there is. It fails as [Socket.Dump] does, and when
+// ctx ends.
+func (s *Socket) Scan(ctx context.Context, requests []byte, take func(Message) (more bool, err error)) error {
+	if err := s.send(requests); err != nil {
+		return err
+	}
+	interrupted := false
+	for {
+		start := len(*s.buffer)
+		datagram, err := s.receive()
+		if err != nil {
+			return err
+		}
+		*s.buffer = (*s.buffer)[:start]
+		part, err := scan(datagram)
+		interrupted = interrupted || part.interrupted
+		more := !part.done
+		messages := datagram
+		if part.done {
+			messages = datagram[:part.length]
+		}
+		for err == nil && len(messages) > 0 {
+			var m Message
+			if m, messages, err = Next(messages); err == nil {
+				var wanted bool
+				if wanted, err = take(m); !wanted {
+					more, messages = false, nil
+				}
+			}
+		}
+		if err == nil {
+			err = ctx.Err()
+		}
+		switch {
+		case part.done && err == nil && interrupted:
+			return ErrInterrupted
+		case part.done:
+			return err
+		case err != nil || !more:
+			return errors.Join(err, s.renew())
 		}
 	}
 }
