@@ -67,6 +67,26 @@ test: require-test ## Run all tests with the race detector (installs what they n
 	CGO_ENABLED=1 go test -race $(TESTFLAGS) ./...
 	CGO_ENABLED=1 go -C tools/image test -race $(TESTFLAGS) ./...
 
+.PHONY: devcluster
+devcluster: require-go
+	$(COMMON) require_kernel
+	$(COMMON) require_commands ip:iproute2 etcd:etcd-server
+	mkdir -p out
+	CGO_ENABLED=0 go -C tools/devcluster build -trimpath -buildvcs=false -o ../../out/devcluster .
+
+# Compiled before the cluster is there: inside of it is no network to download modules
+# from, and nothing should wait in memory meanwhile.
+.PHONY: test-api
+test-api: require-test devcluster ## Run the tests that need a Kubernetes API server, against a real one (as root).
+	packages=$$($(COMMON) api_test_packages) && \
+		CGO_ENABLED=1 go test -race -tags=apitest -run='^$$' -exec=true $$packages >/dev/null && \
+		CGO_ENABLED=1 out/devcluster run --nodes=0 -- go test -race -tags=apitest $(TESTFLAGS) $$packages
+
+.PHONY: test-devcluster
+test-devcluster: require-test devcluster ## Run the tests of the cluster that test-api uses (as root).
+	$(COMMON) require_commands containerd:containerd runc:runc busybox:busybox-static
+	CGO_ENABLED=1 go -C tools/devcluster test -race $(TESTFLAGS) ./...
+
 .PHONY: demo
 demo: build ## Walk pods through the mesh in namespaces of their own, and check each step.
 	$(COMMON) require_kernel

@@ -77,16 +77,23 @@ require_commands() {
 	done
 }
 
-# apt_install PACKAGE...: installs Debian packages without asking anything.
+# apt_install PACKAGE...: installs Debian packages without asking anything, and without
+# starting the services that some of them bring: only their programs are wanted.
 apt_install() {
 	export DEBIAN_FRONTEND=noninteractive
 	local install=(apt-get install -y -q --no-install-recommends "$@")
+	local policy=/usr/sbin/policy-rc.d ours='' failed=''
+	if [ ! -e "$policy" ]; then
+		ours=$policy
+		printf '#!/bin/sh\nexit 101\n' >"$policy"
+		chmod 755 "$policy"
+	fi
 	# The package lists of a fresh machine are empty or old: fetch them only
 	# where the first attempt shows that they are.
-	"${install[@]}" >&2 || {
-		apt-get update -q >&2 || die "apt-get update failed: see above"
-		"${install[@]}" >&2 || die "apt-get could not install $*: see above"
-	}
+	"${install[@]}" >&2 ||
+		{ apt-get update -q >&2 && "${install[@]}" >&2; } || failed=yes
+	[ -z "$ours" ] || rm -f "$ours"
+	[ -z "$failed" ] || die "apt-get could not install $*: see above"
 }
 
 # require_race makes sure that Go's race detector can be used: it needs cgo, which
@@ -138,6 +145,13 @@ build_tools() {
 		mv -T "$fresh" "$dir" 2>/dev/null || rm -rf "$fresh"
 	fi
 	printf '%s\n' "$dir"
+}
+
+# api_test_packages prints the packages that have tests against an API server: those with
+# the build tag apitest.
+api_test_packages() {
+	grep -rlE --include='*_test.go' --exclude-dir=out '^//go:build (.*[^a-z])?apitest' . |
+		sed 's#/[^/]*$##' | sort -u
 }
 
 # copy_tree DESTINATION: copies the checkout as it is in the work tree, without git's

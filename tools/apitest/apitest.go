@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package apitest is for tests that need a Kubernetes API server, those with the build
+// tag apitest, which `make test-api` runs inside of a cluster of tools/devcluster. It owns
+// what they read of their surroundings: the administrator's kubeconfig, and which requests the
+// API server has answered. It refuses to stand in for a client.
+package apitest
+
+import (
+	"bufio"
+	"encoding/json"
+	"fmt"
+	"os"
+	"testing"
+	"time"
+)
+
+// Request is one that the API server has answered, as its audit log has it.
+type Request struct {
+	AuditID    string
+	Verb       string
+	RequestURI string
+	User       struct{ Username string }
+	UserAgent  string
+	ObjectRef  struct {
+		Resource, Subresource, Namespace, Name string
+	}
+	ResponseStatus           struct{ Code int }
+	RequestReceivedTimestamp time.Time
+}
+
+// Kubeconfig returns the path of the administrator's kubeconfig.
+func Kubeconfig(t *testing.T) string {
+	t.Helper()
+	return fromEnvironment(t, "KUBECONFIG")
+}
+
+// Requests returns what the API server has answered until now and keep keeps, oldest first.
+// An entry may come a moment after the answer; that of a watch comes when the watch ends.
+func Requests(t *testing.T, keep func(Request) bool) []Request {
+	t.Helper()
+	path := fromEnvironment(t, "DEVCLUSTER_AUDIT_LOG")
+	requests, err := readRequests(path, keep)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return requests
+}
+
+func readRequests(path string, keep func(Request) bool) ([]Request, error) {
+	file, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("opening the audit log: %w", err)
+	}
+	defer file.Close()
+	var requests []Request
+	reader := bufio.NewReader(file)
+	for {
+		line, err := reader.ReadBytes('\n')
+		if err != nil {
+			// A line without its end is still being written: it belongs to a later request.
+			return requests, nil //nolint:nilerr // the end of the file
+		}
+		var entry struct {
+			Stage string
+			Request
+		}
+		if err := json.Unmarshal(line, &entry); err != nil {
+			return nil, fmt.Errorf("reading the audit log %s: %w", path, err)
+		}
+		if entry.Stage == "ResponseComplete" && keep(entry.Request) {
+			requests = append(requests, entry.Request)
+		}
+	}
+}
+
+func fromEnvironment(t *testing.T, name string) string {
+	t.Helper()
+	value := os.Getenv(name)
+	if value == "" {
+		t.Fatalf("%s is not set: run this test with `make test-api`", name)
+	}
+	return value
+}
