@@ -162,19 +162,14 @@ func (h countedHandler) Handle(ctx context.Context, req podevent.Request, netns 
 // restore takes up what an earlier agent has left, and what the plugin had to say
 // meanwhile: so a pod that has ended leaves nothing, and no proxy is told of it.
 func (p *parts) restore(ctx context.Context) error {
-	known, _, err := p.records.All() // the enroller says what is wrong with others
+	began := time.Now()
+	earlier, err := p.enroller.Restore(ctx)
 	if err != nil {
-		return fmt.Errorf("reading the records of an earlier agent: %w", err)
+		return err
 	}
 	p.earlier = map[string]struct{}{}
-	for _, r := range known {
-		if r.Skipped == "" {
-			p.earlier[r.UID] = struct{}{}
-		}
-	}
-	began := time.Now()
-	if err := p.enroller.Restore(ctx); err != nil {
-		return err
+	for _, uid := range earlier {
+		p.earlier[uid] = struct{}{}
 	}
 	if err := p.spool.Drain(ctx); err != nil {
 		return err

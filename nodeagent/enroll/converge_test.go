@@ -160,7 +160,8 @@ func (r *rig) restart(t *testing.T) *rig {
 	t.Helper()
 	next := newRig(t, func(c *enroll.Config) { c.Records, c.Pods, c.Inventory = r.records, r.pods, r.pods })
 	next.pods = r.pods
-	must(t, next.Restore(t.Context()))
+	_, err := next.Restore(t.Context())
+	must(t, err)
 	return next
 }
 

@@ -128,7 +128,8 @@ func TestRestoreWithoutObjects(t *testing.T) {
 		c.Records, c.Pods, c.Inventory, c.Reporter = old.records, away, away, told
 	})
 	next.pods = away
-	must(t, next.Restore(t.Context()))
+	_, err := next.Restore(t.Context())
+	must(t, err)
 	if s := next.statusOf(t, pod); s.Identity != "spiffe://cluster.local/ns/shop/sa/web" {
 		t.Errorf("the pod is taken up as %+v", s)
 	}

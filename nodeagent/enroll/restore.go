@@ -19,11 +19,12 @@ import (
 // served, so that the first snapshot is whole.
 //
 // A pod that cannot be taken up is left to [Enroller.Run]; what a pod has left that
-// does not belong in the mesh any more is cleared.
-func (e *Enroller) Restore(ctx context.Context) error {
+// does not belong in the mesh any more is cleared. It returns the UIDs of the pods that
+// were enrolled, whatever became of them.
+func (e *Enroller) Restore(ctx context.Context) (earlier []string, err error) {
 	known, bad, err := e.cfg.Records.All()
 	if err != nil {
-		return fmt.Errorf("reading the records of an earlier agent: %w", err)
+		return nil, fmt.Errorf("reading the records of an earlier agent: %w", err)
 	}
 	for _, err := range bad {
 		e.cfg.Logger.Warn("a record of an earlier agent is not in use", "err", err)
@@ -36,13 +37,14 @@ func (e *Enroller) Restore(ctx context.Context) error {
 	var wanted []podnetns.Wanted
 	for _, r := range known {
 		if r.Skipped == "" {
+			earlier = append(earlier, r.UID)
 			enrolled[r.UID] = r
 			wanted = append(wanted, podnetns.Wanted{UID: r.UID, IPs: r.IPs, NetnsPath: r.NetnsPath, Key: r.Key})
 		}
 	}
 	e.restoreFound(ctx, listed, enrolled, wanted)
 	e.forgetGone(listed)
-	return nil
+	return earlier, nil
 }
 
 // restoreFound finds the pods' netns in one pass and takes each of them up, or

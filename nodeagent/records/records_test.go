@@ -362,6 +362,54 @@ func TestDiskFull(t *testing.T) {
 	}
 }
 
+// What is on disk already is not written again, whoever wrote it; what is not there any
+// more is.
+func TestPutUnchanged(t *testing.T) {
+	dir := t.TempDir()
+	inode := func() uint64 {
+		t.Helper()
+		var st unix.Stat_t
+		if err := unix.Stat(filepath.Join(dir, "uid.json"), &st); err != nil {
+			t.Fatal(err)
+		}
+		return st.Ino
+	}
+	put := func(s *records.Store, r records.Record) uint64 {
+		t.Helper()
+		if err := s.Put(r); err != nil {
+			t.Fatal(err)
+		}
+		if got := all(t, open(t, dir)); len(got) != 1 || got[0].Name != r.Name {
+			t.Errorf("on disk is %v, want %v", got, r)
+		}
+		return inode()
+	}
+	s := open(t, dir)
+	other := record("uid")
+	other.Name = "other"
+	first := put(s, record("uid"))
+	if again := put(s, record("uid")); again != first {
+		t.Error("the same record is written again")
+	}
+	next := open(t, dir)
+	all(t, next)
+	if again := put(next, record("uid")); again != first {
+		t.Error("the record of an earlier store is written again")
+	}
+	if changed := put(s, other); changed == first {
+		t.Error("another record is not written")
+	}
+	put(s, record("uid"))
+	if err := os.Remove(filepath.Join(dir, "uid.json")); err != nil {
+		t.Fatal(err)
+	}
+	put(s, record("uid"))
+	if err := s.Delete("uid"); err != nil {
+		t.Fatal(err)
+	}
+	put(s, record("uid"))
+}
+
 // Readers meet whole records only, whatever is being put.
 func TestConcurrently(t *testing.T) {
 	s := open(t, t.TempDir())
@@ -492,9 +540,11 @@ func BenchmarkPut(b *testing.B) {
 	for name, parent := range map[string]string{"tmpfs": "/run", "disk": b.TempDir()} {
 		b.Run(name, func(b *testing.B) {
 			s := open(b, filepath.Join(parent, "records-bench"))
+			r := record("uid")
 			b.ReportAllocs()
 			for b.Loop() {
-				if err := s.Put(record("uid")); err != nil {
+				r.Key.Cookie++ // else there is nothing to write
+				if err := s.Put(r); err != nil {
 					b.Fatal(err)
 				}
 			}

@@ -7,12 +7,14 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"syscall"
+
+	"golang.org/x/sys/unix"
 )
 
 // Modes of the directory and of each file: nobody but root has a use for them.
@@ -31,7 +33,10 @@ const (
 // Store keeps records in a directory. It is safe for concurrent use; of two Puts for
 // one UID the later rename wins, so the caller lets only one work on a pod at a time.
 type Store struct {
-	dir string
+	dir      string
+	volatile bool // see isVolatile
+	temps    atomic.Uint64
+	known    known
 }
 
 // FileError says why a file is no usable record.
@@ -63,7 +68,10 @@ func Open(dir string) (*Store, error) {
 	if err := os.Chmod(dir, dirMode); err != nil {
 		return nil, fmt.Errorf("setting the mode of the directory of records: %w", err)
 	}
-	s := &Store{dir: dir}
+	s := &Store{dir: dir, known: known{files: map[string]*knownFile{}}}
+	if s.volatile, err = isVolatile(dir); err != nil {
+		return nil, fmt.Errorf("asking for the file system of the directory of records: %w", err)
+	}
 	return s, s.removeTemps()
 }
 
@@ -83,13 +91,13 @@ func (s *Store) removeTemps() error {
 	return nil
 }
 
-// Put writes the pod's record, in place of an older one. When it returns nil the record
-// is on disk, and on an error the older one is as it was. A full disk is an error that
-// wraps syscall.ENOSPC.
+// Put writes the pod's record, in place of an older one, unless that is the same. When it
+// returns nil the record is on disk, and on an error the older one is as it was. A full
+// disk is an error that wraps syscall.ENOSPC.
 func (s *Store) Put(r Record) error {
 	content, err := encode(r)
 	if err == nil {
-		err = s.replace(fileName(r.UID), content)
+		err = s.put(fileName(r.UID), content)
 	}
 	if err == nil {
 		return nil
@@ -101,29 +109,26 @@ func (s *Store) Put(r Record) error {
 	return fmt.Errorf("writing the record of pod %s: %w", pod, err)
 }
 
-// replace makes the named file hold content, or leaves it as it is.
-func (s *Store) replace(name string, content []byte) error {
-	temp, err := os.CreateTemp(s.dir, tempPrefix) // with mode 0600
+func (s *Store) put(name string, content []byte) error {
+	if s.holds(name, content) {
+		return nil
+	}
+	s.known.begin(name)
+	err := s.replace(name, content)
 	if err != nil {
+		s.known.end(name, "")
 		return err
 	}
-	_, err = temp.Write(content)
-	if err == nil {
-		err = temp.Sync()
-	}
-	err = errors.Join(err, temp.Close())
-	if err == nil {
-		err = os.Rename(temp.Name(), filepath.Join(s.dir, name))
-	}
-	if err != nil {
-		return errors.Join(err, os.Remove(temp.Name()))
-	}
-	return s.flush()
+	s.known.end(name, string(content))
+	return nil
 }
 
 // Delete removes the pod's record; without one it does nothing.
 func (s *Store) Delete(uid string) error {
-	err := os.Remove(filepath.Join(s.dir, fileName(uid)))
+	name := fileName(uid)
+	s.known.begin(name)
+	err := retrying(func() error { return unix.Unlink(filepath.Join(s.dir, name)) })
+	s.known.end(name, "")
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
@@ -134,15 +139,6 @@ func (s *Store) Delete(uid string) error {
 		return fmt.Errorf("removing the record of the pod with UID %s: %w", uid, err)
 	}
 	return nil
-}
-
-// flush makes the directory's entries last.
-func (s *Store) flush() error {
-	dir, err := os.Open(s.dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(dir.Sync(), dir.Close())
 }
 
 // All returns every usable record, in no order that means anything, and says of each
@@ -172,22 +168,9 @@ func (s *Store) All() ([]Record, []*FileError, error) {
 }
 
 func (s *Store) read(name string) (r Record, err error) {
-	// Without O_NONBLOCK, opening a named pipe waits for a writer.
-	f, err := os.OpenFile(filepath.Join(s.dir, name), os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
+	content, err := readFile(filepath.Join(s.dir, name))
 	if err != nil {
-		return Record{}, cause(err)
-	}
-	defer func() { err = errors.Join(err, f.Close()) }()
-	info, err := f.Stat()
-	if err != nil {
-		return Record{}, cause(err)
-	}
-	if !info.Mode().IsRegular() {
-		return Record{}, errors.New("not a regular file")
-	}
-	content, err := io.ReadAll(io.LimitReader(f, maxBytes+1))
-	if err != nil {
-		return Record{}, cause(err)
+		return Record{}, err
 	}
 	if len(content) > maxBytes {
 		return Record{}, fmt.Errorf("larger than %d bytes", maxBytes)
@@ -195,18 +178,12 @@ func (s *Store) read(name string) (r Record, err error) {
 	if r, err = decode(content); err != nil {
 		return Record{}, err
 	}
-	if want := fileName(r.UID); name != want {
+	want := fileName(r.UID)
+	if name != want {
 		return Record{}, fmt.Errorf("holds the record of the pod with UID %s, which belongs into %s", r.UID, want)
 	}
+	s.known.saw(name, string(content))
 	return r, nil
-}
-
-// cause drops operation and path, which a FileError has already.
-func cause(err error) error {
-	if pathErr, ok := errors.AsType[*fs.PathError](err); ok {
-		return pathErr.Err
-	}
-	return err
 }
 
 // fileName returns the name of the pod's file, another one for each UID. A UID that the
