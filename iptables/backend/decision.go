@@ -127,7 +127,7 @@ func (r record) renew(ctx context.Context, req Request) (Decision, error) {
 		if err != nil {
 			return Decision{}, err
 		}
-		d.Backend, d.Host, d.Predecessors = b, b, predecessorsOf(b, b, req.Logger)
+		d.Backend, d.Host, d.Predecessors = b, b, predecessorsOf(b, b, req.Logger).lookingFirst(b.MayHoldOthers)
 	case IPTables:
 		b, err := iptables.New(ctx, iptables.Config{Variant: r.Variant, OnRepair: req.OnRepair})
 		if err != nil {

@@ -21,12 +21,16 @@ import (
 // hold something, and reading makes none.
 type Predecessors struct {
 	inPod, onHost []removal
+	mayBe         lookup // may there be any in a pod? nil: look for each
 	logger        *slog.Logger
 	missing       sync.Once // for the one warning about programs that are not there
 }
 
 // removal takes out some of the rules and reports whether there were any.
 type removal func(ctx context.Context, run redirection.Runner) (bool, error)
+
+// lookup is one look at a namespace.
+type lookup func(ctx context.Context, run redirection.Runner) (bool, error)
 
 // podTakeover and hostTakeover are what both backends know of others' rules.
 type (
@@ -49,9 +53,20 @@ func predecessorsOf(pod podTakeover, host hostTakeover, logger *slog.Logger) *Pr
 	}
 }
 
+// lookingFirst makes of it one that takes a single look where there is nothing, as in most pods.
+func (p *Predecessors) lookingFirst(mayBe lookup) *Predecessors {
+	p.mayBe = mayBe
+	return p
+}
+
 // RemovePredecessors takes them out of a pod's namespace, which run enters, and reports whether there was anything. Each
 // part is tried, whatever becomes of the others.
 func (p *Predecessors) RemovePredecessors(ctx context.Context, run redirection.Runner) (bool, error) {
+	if p.mayBe != nil {
+		if some, err := p.mayBe(ctx, run); err == nil && !some {
+			return false, nil
+		}
+	}
 	return p.remove(ctx, run, p.inPod)
 }
 

@@ -15,6 +15,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"ambientd/iptables/redirection"
 )
 
@@ -234,6 +236,27 @@ func LegacyTables(run redirection.Runner, family redirection.Families) ([]string
 		return nil, fmt.Errorf("looking for tables of x_tables for %s: %w", family, err)
 	}
 	return strings.Fields(string(text)), nil
+}
+
+// TablesHere reports whether x_tables has a table of either family in the netns of the
+// calling thread, be it empty. It makes none.
+func TablesHere() (bool, error) {
+	for _, path := range []string{legacyTables4, legacyTables6} {
+		fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+		if errors.Is(err, unix.ENOENT) {
+			continue // the kernel has no x_tables for this family, or not yet
+		}
+		if err != nil {
+			return false, &os.PathError{Op: "open", Path: path, Err: err}
+		}
+		var first [1]byte
+		n, err := unix.Read(fd, first[:])
+		_ = unix.Close(fd) // nothing was written
+		if n > 0 || err != nil {
+			return n > 0, err
+		}
+	}
+	return false, nil
 }
 
 // HasIPv6 reports whether the kernel has IPv6 for the netns, on or off.

@@ -159,7 +159,7 @@ func (e *Enroller) commit(p *enrolment) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	p.done = true
-	p.place.ips = p.ips
+	p.place.ips, p.place.ours = p.ips, false
 	e.places[p.pod.UID] = p.place
 	delete(e.ended, p.pod.UID)
 	e.attachments.setSkipped(p.pod.UID, p.netns, "")

@@ -21,6 +21,7 @@ type place struct {
 	key             podnetns.Key
 	ips             []netip.Addr
 	kept            bool // enrolled while it ran, with its established connections kept
+	ours            bool // an earlier agent has written rules there, which may be as they should be
 }
 
 // remember writes down what is known of the pod, for the agent's next start. What
@@ -104,7 +105,7 @@ func (e *Enroller) recall(r records.Record) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.places[r.UID] = place{
-		namespace: r.Namespace, name: r.Name, path: r.NetnsPath, key: r.Key, ips: r.IPs, kept: r.KeepEstablished,
+		namespace: r.Namespace, name: r.Name, path: r.NetnsPath, key: r.Key, ips: r.IPs, kept: r.KeepEstablished, ours: r.Skipped == "",
 	}
 	for _, a := range r.Attachments {
 		e.attachments.record(podevent.Attachment{ContainerID: a.ContainerID, IfName: a.IfName}, attachment{

@@ -185,14 +185,18 @@ func (e *Enroller) redirect(ctx context.Context, p *enrolment, ns *podnetns.Netn
 // which go once ours are in. So every new connection is redirected once, and none
 // is uncaptured.
 func (e *Enroller) settle(ctx context.Context, p *enrolment, ns *podnetns.Netns) error {
-	families, differences, err := e.cfg.Redirection.Verify(ctx, ns.Do, p.options)
-	if err != nil || len(differences) > 0 {
-		families, err = e.cfg.Redirection.Apply(ctx, ns.Do, p.options)
+	settled := false
+	if p.place.ours { // else there is nothing to compare
+		families, differences, err := e.cfg.Redirection.Verify(ctx, ns.Do, p.options)
+		if settled = err == nil && len(differences) == 0; settled {
+			e.setFamilies(p, families)
+		}
 	}
-	if err != nil {
-		return err
+	if !settled {
+		if err := e.redirect(ctx, p, ns); err != nil {
+			return err
+		}
 	}
-	e.setFamilies(p, families)
 	replaced, err := e.cfg.Predecessors.RemovePredecessors(ctx, ns.Do)
 	if err != nil {
 		return fmt.Errorf("removing what another agent or backend has set up: %w", err)
