@@ -70,8 +70,8 @@ func (p *Predecessors) RemovePredecessors(ctx context.Context, run redirection.R
 	return p.remove(ctx, run, p.inPod)
 }
 
-// RemoveFromHost takes out of the host's namespace the rules that predecessors had there for kubelet's probes. Their
-// ipsets stay: they do nothing by themselves.
+// RemoveFromHost takes out of the host's namespace the rules that predecessors had there for kubelet's probes, and
+// the ipsets of ours that nothing uses then.
 func (p *Predecessors) RemoveFromHost(ctx context.Context, run redirection.Runner) (bool, error) {
 	return p.remove(ctx, run, p.onHost)
 }

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"ambientd/iptables/backend"
@@ -242,6 +243,9 @@ func TestRemoveFromHost(t *testing.T) {
 				if differences, err := decisions[mode].Host.VerifyHost(t.Context(), run, opts, nil); err != nil || len(differences) > 0 {
 					t.Errorf("the backend's own rule: %v, %v", differences, err)
 				}
+				if sets := ipsets(t, ns); mode == backend.NFTables && len(sets) > 0 {
+					t.Errorf("ipsets are left: %v", sets)
+				}
 				if err := decisions[mode].Host.RemoveHost(t.Context(), run); err != nil {
 					t.Fatal(err)
 				}
@@ -300,4 +304,18 @@ func hidePrograms(t *testing.T) {
 			}
 		})
 	}
+}
+
+// ipsets lists those of the namespace.
+func ipsets(t *testing.T, ns *netnstest.NS) []string {
+	t.Helper()
+	var names []string
+	ns.Do(t, func() error {
+		all, err := netlink.IpsetListAll()
+		for _, set := range all {
+			names = append(names, set.SetName)
+		}
+		return err
+	})
+	return names
 }

@@ -20,16 +20,21 @@ type inventory struct {
 	whose      owner
 	generation uint32
 	tables     []*foundTable
-	objects    int // tables and chains
+	byName     map[tableName]*foundTable
+	kept       int // tables and chains
+}
+
+type tableName struct {
+	family byte // NFPROTO_
+	name   string
 }
 
 // foundTable is a table with what is in it.
 type foundTable struct {
-	family byte // NFPROTO_
-	name   string
-	uses   int // objects in it, chains included
-	chains []foundChain
-	jumps  []foundJump // to somebody's chains, from others
+	tableName
+	uses   int          // objects in it, chains included
+	chains []foundChain // built-in ones, and those whose names tell something
+	jumps  []foundJump  // to somebody's chains, from others
 }
 
 type foundChain struct {
@@ -48,8 +53,9 @@ type foundJump struct {
 	target string
 }
 
-// maxObjects bounds how many tables and chains are looked at.
-const maxObjects = 1 << 16
+// maxKept bounds how many tables and chains are kept in mind: more than anybody has, and a host has that are not a
+// service's.
+const maxKept = 1 << 16
 
 // readInventory looks for what belongs to whose. Answers may be from different generations: whoever acts on them names
 // the first.
@@ -64,7 +70,7 @@ func readInventory(ctx context.Context, socket *rawnetlink.Socket, whose owner) 
 }
 
 func readInventoryOnce(ctx context.Context, socket *rawnetlink.Socket, whose owner) (*inventory, error) {
-	here := &inventory{whose: whose}
+	here := &inventory{whose: whose, byName: map[tableName]*foundTable{}}
 	before, err := readStatus(socket, "")
 	if err != nil {
 		return here, err
@@ -95,26 +101,29 @@ func (here *inventory) take(m rawnetlink.Message) (more bool, err error) {
 	if len(m.Payload) < nfgenHeader {
 		return true, nil
 	}
-	if here.objects++; here.objects > maxObjects {
-		return false, fmt.Errorf("more than %d of them", maxObjects)
-	}
 	f, err := fieldsOf(m.Payload[nfgenHeader:])
 	if err != nil {
 		return false, err
 	}
-	family := m.Payload[0]
 	switch m.Type {
 	case messageType(unix.NFT_MSG_NEWTABLE):
-		here.tables = append(here.tables, &foundTable{
-			family: family, name: text(f[unix.NFTA_TABLE_NAME]), uses: int(f.number(unix.NFTA_TABLE_USE)),
-		})
+		t := &foundTable{tableName: tableName{m.Payload[0], text(f[unix.NFTA_TABLE_NAME])}, uses: int(f.number(unix.NFTA_TABLE_USE))}
+		here.tables = append(here.tables, t)
+		here.byName[t.tableName] = t
+		here.kept++
 	case messageType(unix.NFT_MSG_NEWCHAIN):
-		if t := here.table(family, text(f[unix.NFTA_CHAIN_TABLE])); t != nil {
-			t.chains = append(t.chains, foundChain{
-				name: text(f[unix.NFTA_CHAIN_NAME]), base: f[unix.NFTA_CHAIN_HOOK] != nil,
-				policy: bytes.Clone(f[unix.NFTA_CHAIN_POLICY]), uses: int(f.number(unix.NFTA_CHAIN_USE)),
-			})
+		t := here.byName[tableName{m.Payload[0], text(f[unix.NFTA_CHAIN_TABLE])}]
+		c := foundChain{
+			name: text(f[unix.NFTA_CHAIN_NAME]), base: f[unix.NFTA_CHAIN_HOOK] != nil,
+			policy: bytes.Clone(f[unix.NFTA_CHAIN_POLICY]), uses: int(f.number(unix.NFTA_CHAIN_USE)),
 		}
+		if t != nil && (c.base || here.whose.chain(c.name) || here.whose.spare(c.name)) {
+			t.chains = append(t.chains, c)
+			here.kept++
+		}
+	}
+	if here.kept > maxKept {
+		return false, fmt.Errorf("more than %d tables and chains with hooks", maxKept)
 	}
 	return true, nil
 }
@@ -209,15 +218,6 @@ func jumpTarget(expressions []byte) string {
 	return target
 }
 
-func (here *inventory) table(family byte, name string) *foundTable {
-	for _, t := range here.tables {
-		if t.family == family && t.name == name {
-			return t
-		}
-	}
-	return nil
-}
-
 // chainsOf returns the chains of a table that belong to whom the inventory is for.
 func (here *inventory) chainsOf(t *foundTable) []string {
 	if !t.isIPTables() {
@@ -281,7 +281,7 @@ func (t *foundTable) isEmpty() bool {
 
 // without returns what a table is when the chains, and all rules in them or leading to them, are gone.
 func (t *foundTable) without(chains []string) *foundTable {
-	rest := &foundTable{family: t.family, name: t.name, uses: t.uses - len(chains)}
+	rest := &foundTable{tableName: t.tableName, uses: t.uses - len(chains)}
 	for _, c := range t.chains {
 		if slices.Contains(chains, c.name) {
 			continue

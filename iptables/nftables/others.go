@@ -81,14 +81,31 @@ func (b *Backend) RemoveForeignFromHost(ctx context.Context, run redirection.Run
 }
 
 // RemoveOtherFromHost takes out of the host's namespace what our iptables backend has left there, of either variant: its
-// rule. It reports whether there was one. Its sets stay: without the rule they do nothing.
+// rule, and its sets. It reports whether there were any.
 func (b *Backend) RemoveOtherFromHost(ctx context.Context, run redirection.Runner) (bool, error) {
 	found, err := b.RemoveNFTChains(ctx, run)
 	legacy, legacyErr := xtables.RemoveLegacyFromHost(ctx, run, xtables.Ours, xtables.HostLockWait)
-	if err := errors.Join(err, legacyErr); err != nil {
-		return found || legacy, fmt.Errorf("removing the iptables backend's rule from the host (nftables): %w", err)
+	var destroyErr error
+	if found {
+		destroyErr = b.awaitDestruction(run)
 	}
-	return found || legacy, nil
+	sets, setsErr := xtables.RemoveProbeSets(run)
+	found = found || legacy || sets
+	if err := errors.Join(err, legacyErr, destroyErr, setsErr); err != nil {
+		return found, fmt.Errorf("removing the iptables backend's rule from the host (nftables): %w", err)
+	}
+	return found, nil
+}
+
+// awaitDestruction waits until the kernel has destroyed what was deleted in the namespace that run enters, and so no longer
+// counts what that used: a socket that was in use is closed after it.
+func (b *Backend) awaitDestruction(run redirection.Runner) error {
+	opened, err := b.sockets.Open(run, unix.NETLINK_NETFILTER)
+	if err != nil {
+		return err
+	}
+	_, err = readGeneration(opened[0])
+	return errors.Join(err, b.sockets.CloseNow(opened...))
 }
 
 // HasNFTChains reports whether the namespace that run enters holds rules that our iptables backend made with iptables-nft.
