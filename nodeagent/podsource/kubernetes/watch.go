@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kubernetes
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/cache"
+
+	"ambientd/nodeagent/apiserver"
+)
+
+// resource is what is watched, and into what.
+type resource struct {
+	name   string
+	kind   runtime.Object
+	list   runtime.Object
+	fields string // selector
+	accept string // header; empty: whole objects
+	into   *known
+}
+
+// pauses between attempts while the API server is away: half a second at first, at most
+// fifteen, so that all nodes together are no burden and a node is not late for long.
+func pauses() *wait.Backoff {
+	return &wait.Backoff{Duration: 500 * time.Millisecond, Cap: 15 * time.Second, Steps: 6, Factor: 2, Jitter: 0.5}
+}
+
+// watch keeps what is known of the resource up to date until ctx ends. An expired watch
+// makes the reflector list anew, which replaces what is known.
+func (s *Source) watch(ctx context.Context, r resource) {
+	lw := &cache.ListWatch{
+		ListWithContextFunc: func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
+			list := r.list.DeepCopyObject()
+			err := s.request(r, &options).Do(ctx).Into(list)
+			s.note(r, err)
+			return list, err
+		},
+		WatchFuncWithContext: func(ctx context.Context, options metav1.ListOptions) (watch.Interface, error) {
+			options.Watch = true
+			w, err := s.request(r, &options).Watch(ctx)
+			// A server that cannot stream what there is refuses this, and is asked for a list then.
+			status := apierrors.APIStatus(nil)
+			if options.SendInitialEvents == nil || !errors.As(err, &status) {
+				s.note(r, err)
+			}
+			return w, err
+		},
+	}
+	cache.NewReflectorWithOptions(lw, r.kind, r.into, cache.ReflectorOptions{Name: r.name, Backoff: pauses()}).RunWithContext(ctx)
+}
+
+func (s *Source) request(r resource, options *metav1.ListOptions) *rest.Request {
+	options.FieldSelector = r.fields
+	request := s.cfg.Client.Get(r.name, options)
+	if options.TimeoutSeconds != nil {
+		request.Timeout(time.Duration(*options.TimeoutSeconds) * time.Second)
+	}
+	if r.accept != "" {
+		request.SetHeader("Accept", r.accept)
+	}
+	return request
+}
+
+// note logs the first failure of a row, and the end of it.
+func (s *Source) note(r resource, err error) {
+	if errors.Is(err, context.Canceled) {
+		return
+	}
+	if err != nil {
+		err = apiserver.Explain(err)
+	}
+	before := r.into.note(err)
+	switch {
+	case before == nil && err != nil:
+		s.cfg.Logger.Warn("the API server cannot be watched; what is known stays in use", "resource", r.name, "server", s.cfg.Client.Host, "err", err)
+	case before != nil && err == nil:
+		s.cfg.Logger.Info("the API server is watched again", "resource", r.name)
+	case err != nil:
+		s.cfg.Logger.Debug("the API server cannot be watched yet", "resource", r.name, "err", err)
+	}
+}
