@@ -133,8 +133,12 @@ func withUnit(_ []string, a slog.Attr) slog.Attr {
 	return a
 }
 
-// hostName is the default of --node-name.
-func hostName() (string, error) {
+// nodeName is the default of --node-name: what the DaemonSet tells the agent's pod, or
+// else the machine's name.
+func nodeName() (string, error) {
+	if name := os.Getenv("NODE_NAME"); name != "" {
+		return name, nil
+	}
 	name, err := os.Hostname()
 	if err != nil {
 		return "", fmt.Errorf("asking for the machine's name: %w", err)

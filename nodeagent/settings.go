@@ -20,12 +20,12 @@ type settings struct {
 
 // newSettings returns the defaults, with the flags that change them.
 func newSettings() (*settings, error) {
-	host, err := hostName()
+	node, err := nodeName()
 	if err != nil {
 		return nil, err
 	}
 	s := &settings{cfg: agent.Default(), flags: newFlags("run"), keys: map[string]string{}}
-	s.cfg.NodeName = host
+	s.cfg.NodeName = node
 	s.addGeneral()
 	s.addSelection()
 	s.addRedirection()
@@ -49,7 +49,7 @@ func (s *settings) addGeneral() {
 	c := &s.cfg
 	s.flags.group("General")
 	s.flags.add((*text)(&s.file), "config PATH", "configuration file, as below")
-	s.addDerived((*text)(&c.NodeName), "node-name NAME", "nodeName", "this node (default: the machine's name)")
+	s.addDerived((*text)(&c.NodeName), "node-name NAME", "nodeName", "this node, by its name in the cluster (default: $NODE_NAME, or else the machine's name)")
 	s.add((*text)(&c.LogLevel), "log-level LEVEL", "logLevel", "debug, info, warn or error")
 	s.add((*text)(&c.LogFormat), "log-format FORMAT", "logFormat", "of the log on standard error: text or json")
 
@@ -67,7 +67,8 @@ func (s *settings) addGeneral() {
 func (s *settings) addSelection() {
 	c := &s.cfg
 	s.flags.group("Pods")
-	s.addDerived((*text)(&c.PodsFrom), "pods-from SOURCE", "podsFrom", "where pods are described: manifests=DIR, for Pod and Namespace YAML (required)")
+	s.addDerived((*text)(&c.PodsFrom), "pods-from SOURCE", "podsFrom", "where pods are described: kubernetes, or manifests=DIR for Pod and Namespace YAML (required)")
+	s.addDerived((*text)(&c.Kubeconfig), "kubeconfig PATH", "kubeconfig", "how to reach the API server (default: by the service account of the agent's pod)")
 	s.add((*list)(&c.ExcludeNamespaces), "exclude-namespaces LIST", "excludeNamespaces", "namespaces that are never in the mesh")
 	s.add((*text)(&c.AgentNamespace), "agent-namespace NAME", "agentNamespace", "namespace of the agent, the node proxy and the CA")
 	s.add((*list)(&c.OwnPods), "own-pods LIST", "ownPods", "name patterns of those pods, which are never in the mesh")
@@ -107,6 +108,7 @@ func (s *settings) addTimeouts() {
 	s.flags.group("Waiting")
 	s.add((*duration)(&c.PluginTimeout), "plugin-timeout DURATION", "pluginTimeout", "the plugin's own timeout, as its CNI configuration has it")
 	s.add((*duration)(&c.AddTimeout), "add-timeout DURATION", "addTimeout", "for a whole ADD; less than the plugin's")
+	s.add((*duration)(&c.LookupTimeout), "lookup-timeout DURATION", "lookupTimeout", "within it, for reading a pod at the API server that is not known yet")
 	s.add((*duration)(&c.ProxyTimeout), "proxy-timeout DURATION", "proxyTimeout", "within it, for a node proxy and its ack")
 	s.add((*duration)(&c.CertWait), "cert-wait DURATION", "certWait", "within it, for the certificate; past it the pod starts without")
 	s.add((*duration)(&c.DelProxyWait), "del-proxy-wait DURATION", "delProxyWait", "within a DEL, for the node proxy's ack")

@@ -31,7 +31,9 @@ sdsSocket: /s/sds
 zdsSocket: /s/zds
 httpAddr: "[::1]:8080"
 procRoot: /host/proc
-podsFrom: manifests=/m
+podsFrom: kubernetes
+kubeconfig: /k
+criSocket: /s/cri
 allowedPodOptions: [exclude-interfaces]
 agentNamespace: mesh
 ownPods: [agent-*, proxy-*]
@@ -56,6 +58,7 @@ certWorkers: 8
 certLinger: 0s
 pluginTimeout: 50s
 addTimeout: 40s
+lookupTimeout: 1s
 proxyTimeout: 20s
 certWait: 10s
 delProxyWait: 100ms
@@ -66,14 +69,14 @@ logFormat: json
 func fromEveryKey() agent.Config {
 	return agent.Config{
 		NodeName: "node-1", RunDir: "/r", CNISocket: "/s/cni", AdminSocket: "/s/admin", SDSSocket: "/s/sds", ZDSSocket: "/s/zds",
-		HTTPAddr: "[::1]:8080", PodsFrom: "manifests=/m", AgentNamespace: "mesh", OwnPods: []string{"agent-*", "proxy-*"},
+		HTTPAddr: "[::1]:8080", PodsFrom: "kubernetes", Kubeconfig: "/k", CRISocket: "/s/cri", AgentNamespace: "mesh", OwnPods: []string{"agent-*", "proxy-*"},
 		ExcludeNamespaces: []string{},
 		Selectors:         []workload.SelectorSpec{{PodSelector: metav1.LabelSelector{MatchLabels: map[string]string{"mesh": "yes"}}}},
 		Redirection:       "iptables", ProbeSourceIPv4: netip.MustParseAddr("169.254.1.1"), ProbeSourceIPv6: netip.MustParseAddr("fd00::1"),
 		IPv6Uncaptured: "allow", ProbeScope: "declared", OnRepair: "allow", ExistingConnections: "reset", AuditInterval: 5 * time.Second,
 		ProcRoot: "/host/proc", AllowedPodOptions: []string{"exclude-interfaces"},
 		TrustDomain: "example.org", CA: "builtin", CertHolder: "agent", CertTTL: time.Hour, CertWorkers: 8, CertLinger: 0,
-		PluginTimeout: 50 * time.Second, AddTimeout: 40 * time.Second, ProxyTimeout: 20 * time.Second, CertWait: 10 * time.Second,
+		PluginTimeout: 50 * time.Second, AddTimeout: 40 * time.Second, LookupTimeout: time.Second, ProxyTimeout: 20 * time.Second, CertWait: 10 * time.Second,
 		DelProxyWait: 100 * time.Millisecond, LogLevel: "debug", LogFormat: "json",
 	}
 }
@@ -127,6 +130,15 @@ func TestFlagsWin(t *testing.T) {
 		"--exclude-namespaces", "a, b,", "--own-pods=", "--http-addr=", "--probe-source-ipv4=169.254.2.2", "--cert-workers=1")
 	if d := diff(want, got); d != "" {
 		t.Errorf("(-want +got)\n%s", d)
+	}
+}
+
+// What the DaemonSet tells the agent's pod wins over the machine's name, which may be
+// another one.
+func TestNodeNameOfTheEnvironment(t *testing.T) {
+	t.Setenv("NODE_NAME", "node-of-the-pod")
+	if got := configured(t, "--pods-from=kubernetes").NodeName; got != "node-of-the-pod" {
+		t.Errorf("the node is %s", got)
 	}
 }
 

@@ -19,7 +19,7 @@ func (p *parts) makeForAbsence(host *podnetns.Host) (err error) {
 	p.forPlugin, err = policyfile.New(policyfile.Config{
 		Path:       p.cfg.policyFile(),
 		BootID:     host.Key().BootID,
-		Namespaces: p.pods,
+		Namespaces: p.pods.namespaces,
 		Out:        p.policy.NamespaceOut,
 		Exclusions: podevent.Exclusions{
 			AgentNamespace: p.cfg.AgentNamespace, OwnPods: p.cfg.OwnPods, ExcludeNamespaces: p.cfg.ExcludeNamespaces,

@@ -24,7 +24,8 @@ const (
 	CABuiltin       = "builtin" // in this process, its key in memory only
 	CertHolderAgent = "agent"   // keys are made and kept by the agent
 
-	podsFromManifests = "manifests"
+	podsFromManifests  = "manifests"
+	podsFromKubernetes = "kubernetes"
 
 	LogText = "text"
 	LogJSON = "json"
@@ -45,7 +46,8 @@ type Config struct {
 	ProcRoot    string // where the host's processes show
 	CRISocket   string // of the container runtime; empty: it is not asked
 
-	PodsFrom          string // "manifests=DIR"
+	PodsFrom          string // "kubernetes" or "manifests=DIR"
+	Kubeconfig        string // absolute path; empty: as a pod of the cluster
 	AgentNamespace    string
 	OwnPods           []string // patterns of path.Match
 	ExcludeNamespaces []string
@@ -72,6 +74,7 @@ type Config struct {
 
 	PluginTimeout time.Duration // what the CNI configuration gives the plugin; every wait of an ADD has to fit in
 	AddTimeout    time.Duration // a whole ADD
+	LookupTimeout time.Duration // within it, for reading a pod that is not known at the API server
 	ProxyTimeout  time.Duration // within it, for a proxy and its ack
 	CertWait      time.Duration // within it, for the certificate; past it the pod starts without
 	DelProxyWait  time.Duration // within a DEL, for the proxy's ack
@@ -117,6 +120,7 @@ func Default() Config {
 
 		PluginTimeout: 20 * time.Second,
 		AddTimeout:    15 * time.Second,
+		LookupTimeout: 2 * time.Second,
 		ProxyTimeout:  8 * time.Second,
 		CertWait:      3 * time.Second,
 		DelProxyWait:  700 * time.Millisecond,

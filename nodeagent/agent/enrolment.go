@@ -74,6 +74,7 @@ func (p *parts) makeEnrolment(host *podnetns.Host, sockets *sockets) (err error)
 		Registered:   p.registered,
 		NodeProxy:    p.proxies,
 		ProxySet:     p.proxies,
+		Reporter:     p.pods.reporter(),
 
 		ExistingConnections: enroll.ExistingConnections(p.cfg.ExistingConnections),
 
@@ -159,9 +160,29 @@ func (h countedHandler) Handle(ctx context.Context, req podevent.Request, netns 
 	return reply
 }
 
+// sourcePatience is how long the pod source may take to be read before pods are taken up
+// as they were recorded. Whoever waits for the agent meanwhile, a plugin or a node proxy,
+// has to be able to.
+const sourcePatience = 3 * time.Second
+
+// awaitPods waits for the pod source to be read, as long as it may take.
+func (p *parts) awaitPods(ctx context.Context) error {
+	patient, cancel := context.WithTimeout(ctx, sourcePatience)
+	defer cancel()
+	err := p.pods.awaitSync(patient)
+	if err == nil || ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	p.cfg.Logger.Warn("pods are taken up as they were recorded, since what they are now cannot be read", "err", err)
+	return nil
+}
+
 // restore takes up what an earlier agent has left, and what the plugin had to say
 // meanwhile: so a pod that has ended leaves nothing, and no proxy is told of it.
 func (p *parts) restore(ctx context.Context) error {
+	if err := p.awaitPods(ctx); err != nil {
+		return err
+	}
 	began := time.Now()
 	earlier, err := p.enroller.Restore(ctx)
 	if err != nil {

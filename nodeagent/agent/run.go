@@ -24,7 +24,6 @@ import (
 	"ambientd/nodeagent/enroll"
 	"ambientd/nodeagent/hostprobe"
 	"ambientd/nodeagent/podnetns"
-	"ambientd/nodeagent/podsource/manifests"
 	"ambientd/nodeagent/policyfile"
 	"ambientd/nodeagent/records"
 	"ambientd/nodeagent/spool"
@@ -61,9 +60,6 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	if err != nil {
 		return err
 	}
-	if err := parts.restore(ctx); err != nil {
-		return err
-	}
 	return parts.run(ctx)
 }
 
@@ -74,7 +70,7 @@ type parts struct {
 
 	backend  backend.Decision
 	policy   workload.Policy
-	pods     *manifests.Source
+	pods     podSource
 	records  *records.Store
 	fetcher  *certfetch.Fetcher
 	proxies  *zds.Server
@@ -139,12 +135,8 @@ func scratch(host *podnetns.Host) func() (redirection.Runner, func() error, erro
 }
 
 // openPods opens what says which pods there are, and what is remembered of them.
-func (p *parts) openPods() error {
-	dir, err := p.cfg.manifestDir()
-	if err != nil {
-		return err
-	}
-	if p.pods, err = manifests.New(manifests.Config{Dir: dir, Logger: p.cfg.Logger}); err != nil {
+func (p *parts) openPods() (err error) {
+	if p.pods, err = openSource(p.cfg); err != nil {
 		return err
 	}
 	if p.policy, err = p.cfg.policy(); err != nil {
@@ -197,6 +189,11 @@ func (p *parts) makeServers(sockets *sockets) (err error) {
 func (p *parts) run(ctx context.Context) error {
 	group, front := errgroup.WithContext(ctx)
 	behind, stop := context.WithCancel(context.WithoutCancel(ctx))
+	group.Go(func() error { return p.pods.run(behind) })
+	if err := p.restore(front); err != nil {
+		stop()
+		return errors.Join(err, group.Wait())
+	}
 	var changing sync.WaitGroup
 	for _, part := range []func(context.Context) error{
 		p.plugin.Run, p.spool.Run, p.admin.Run, p.enroller.Run, p.auditor.Run, p.settleHost,
@@ -212,12 +209,15 @@ func (p *parts) run(ctx context.Context) error {
 		stop()
 		return nil
 	})
-	rest := []func(context.Context) error{p.pods.Run, p.fetcher.Run, p.proxies.Run, p.sds.run, p.forPlugin.Run, p.awaitReady}
+	rest := []func(context.Context) error{p.fetcher.Run, p.proxies.Run, p.sds.run, p.forPlugin.Run, p.awaitReady}
 	if p.watcher != nil {
 		rest = append(rest, p.watcher.Run)
 	}
 	if p.health != nil {
 		rest = append(rest, p.health.Run)
+	}
+	if p.pods.report != nil {
+		rest = append(rest, p.pods.report.Run)
 	}
 	for _, part := range rest {
 		group.Go(func() error { return part(behind) })
@@ -225,11 +225,16 @@ func (p *parts) run(ctx context.Context) error {
 	return group.Wait()
 }
 
-// awaitReady says once that the agent is ready: sockets listen, manifests have been
-// read and earlier pods taken up before it is called, and the CA can be used as soon as
-// its roots are known. A node proxy is not needed for that; pods wait for one by
-// themselves.
+// awaitReady says once that the agent is ready: sockets listen and earlier pods have been
+// taken up before it is called, all pods are known as soon as their source has been read,
+// and the CA can be used as soon as its roots are known. A node proxy is not needed for
+// that; pods wait for one by themselves.
 func (p *parts) awaitReady(ctx context.Context) error {
+	p.ready.await("the pod source has not been read yet")
+	if err := p.pods.awaitSync(ctx); err != nil {
+		return nil //nolint:nilerr // the agent ends; who cannot read the source has said why
+	}
+	p.ready.await("the CA's roots are not known yet")
 	roots := p.fetcher.Subscribe()
 	defer roots.Close()
 	for len(p.fetcher.Bundle().Roots) == 0 {

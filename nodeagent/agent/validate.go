@@ -102,8 +102,7 @@ func (c Config) checkPaths() error {
 		paths[filepath.Clean(socket.path)] = socket.flag
 		errs = append(errs, setting(socket.flag, socket.path, err))
 	}
-	_, err := c.manifestDir()
-	errs = append(errs, err, setting("proc-root", c.ProcRoot, absolute(c.ProcRoot)))
+	errs = append(errs, c.checkPodsFrom(), setting("proc-root", c.ProcRoot, absolute(c.ProcRoot)))
 	if c.CRISocket != "" {
 		errs = append(errs, setting("cri-socket", c.CRISocket, absolute(c.CRISocket)))
 	}
@@ -131,18 +130,27 @@ func hostPort(addr string) error {
 	return nil
 }
 
-// manifestDir is the directory that PodsFrom names.
-func (c Config) manifestDir() (string, error) {
-	kind, dir, _ := strings.Cut(c.PodsFrom, "=")
+func (c Config) checkPodsFrom() error {
+	dir, ofManifests := c.manifestDir()
 	switch {
 	case c.PodsFrom == "":
-		return "", errors.New("--pods-from is required: say where pods are described, manifests=DIR")
-	case kind != podsFromManifests:
-		return "", setting("pods-from", c.PodsFrom, errors.New("only manifests=DIR is supported"))
-	case !filepath.IsAbs(dir):
-		return "", setting("pods-from", c.PodsFrom, errors.New("DIR must be an absolute path"))
+		return errors.New("--pods-from is required: say where pods are described, kubernetes or manifests=DIR")
+	case !ofManifests && c.PodsFrom != podsFromKubernetes:
+		return setting("pods-from", c.PodsFrom, errors.New("must be kubernetes or manifests=DIR"))
+	case ofManifests && !filepath.IsAbs(dir):
+		return setting("pods-from", c.PodsFrom, errors.New("DIR must be an absolute path"))
+	case c.Kubeconfig == "":
+		return nil
+	case ofManifests:
+		return setting("kubeconfig", c.Kubeconfig, errors.New("is for --pods-from kubernetes"))
 	}
-	return dir, nil
+	return setting("kubeconfig", c.Kubeconfig, absolute(c.Kubeconfig))
+}
+
+// manifestDir is the directory that PodsFrom names, if it is one.
+func (c Config) manifestDir() (string, bool) {
+	kind, dir, ok := strings.Cut(c.PodsFrom, "=")
+	return dir, ok && kind == podsFromManifests
 }
 
 func (c Config) checkChoices() error {
@@ -215,6 +223,7 @@ func (c Config) checkTimeouts() error {
 	}{
 		{"plugin-timeout", c.PluginTimeout, time.Millisecond},
 		{"add-timeout", c.AddTimeout, time.Millisecond},
+		{"lookup-timeout", c.LookupTimeout, time.Millisecond},
 		{"proxy-timeout", c.ProxyTimeout, time.Millisecond},
 		{"cert-wait", c.CertWait, 0},
 		{"del-proxy-wait", c.DelProxyWait, time.Millisecond},
@@ -230,9 +239,9 @@ func (c Config) checkTimeouts() error {
 		errs = append(errs, fmt.Errorf("--add-timeout %s must be less than --plugin-timeout %s, "+
 			"or the plugin gives up before it is told why", c.AddTimeout, c.PluginTimeout))
 	}
-	if c.ProxyTimeout+c.CertWait >= c.AddTimeout {
-		errs = append(errs, fmt.Errorf("--proxy-timeout %s and --cert-wait %s, which an ADD may wait one after the other, "+
-			"must add up to less than --add-timeout %s", c.ProxyTimeout, c.CertWait, c.AddTimeout))
+	if c.LookupTimeout+c.ProxyTimeout+c.CertWait >= c.AddTimeout {
+		errs = append(errs, fmt.Errorf("--lookup-timeout %s, --proxy-timeout %s and --cert-wait %s, which an ADD may wait one after the other, "+
+			"must add up to less than --add-timeout %s", c.LookupTimeout, c.ProxyTimeout, c.CertWait, c.AddTimeout))
 	}
 	if c.DelProxyWait >= pluginDelTimeout {
 		errs = append(errs, setting("del-proxy-wait", c.DelProxyWait,

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+
+	"ambientd/nodeagent/apiserver"
+	"ambientd/nodeagent/enroll"
+	"ambientd/nodeagent/podsource/kubernetes"
+	"ambientd/nodeagent/podsource/manifests"
+	"ambientd/nodeagent/podstatus"
+	"ambientd/nodeagent/policyfile"
+)
+
+// podSource is where pods are from, whichever it is.
+type podSource struct {
+	enroll.Pods
+	enroll.Inventory
+
+	namespaces policyfile.Namespaces
+
+	run       func(context.Context) error
+	awaitSync func(context.Context) error // returns nil once it was read wholly
+	report    *podstatus.Writer           // nil where nobody looks at pods' objects
+}
+
+// openSource makes the source that the configuration names.
+func openSource(cfg Config) (podSource, error) {
+	if dir, ok := cfg.manifestDir(); ok {
+		source, err := manifests.New(manifests.Config{Dir: dir, Logger: cfg.Logger})
+		if err != nil {
+			return podSource{}, err
+		}
+		read := func(context.Context) error { return nil } // New has read it
+		return podSource{Pods: source, Inventory: source, namespaces: source, run: source.Run, awaitSync: read}, nil
+	}
+	client, err := apiserver.New(apiserver.Config{Kubeconfig: cfg.Kubeconfig, UserAgent: "ambientd/" + cfg.Version})
+	if err != nil {
+		return podSource{}, err
+	}
+	source, err := kubernetes.New(kubernetes.Config{Client: client, Node: cfg.NodeName, LiveTimeout: cfg.LookupTimeout, Logger: cfg.Logger})
+	if err != nil {
+		return podSource{}, err
+	}
+	writer, err := podstatus.New(podstatus.Config{Client: client, Node: cfg.NodeName, Known: source.Known, Logger: cfg.Logger})
+	if err != nil {
+		return podSource{}, err
+	}
+	return podSource{
+		Pods: source, Inventory: source, namespaces: source, run: source.Run, awaitSync: source.AwaitSync, report: writer,
+	}, nil
+}
+
+// reporter is who tells others of pods, nil if nobody is told.
+func (s podSource) reporter() enroll.Reporter {
+	if s.report == nil {
+		return nil
+	}
+	return s.report
+}
