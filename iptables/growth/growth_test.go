@@ -22,6 +22,9 @@ func TestMain(m *testing.M) { os.Exit(netnstest.Main(m)) }
 const (
 	// roundsPerNetns is how often a pod's rules come and go before its netns does.
 	roundsPerNetns = 20
+	// warmUp is by how much fewer the rounds are in which caches fill and the runtime gets its
+	// threads: still more of them than there are variants of options.
+	warmUp = 5
 	// mostTimes is how many times the rounds are repeated while something else seems to make
 	// the kernel's memory grow: that becomes less for each round, unlike what rounds leave.
 	mostTimes = 10
@@ -68,7 +71,7 @@ func TestIPTablesDoesNotGrow(t *testing.T) {
 		rounds = 20
 	}
 	g := newGrower(t, b, rounds)
-	g.live(t)
+	g.live(t, g.rounds)
 	g.before.awaitSame(t)
 }
 
@@ -83,7 +86,7 @@ type grower struct {
 func newGrower(t *testing.T, b backend, rounds int) *grower {
 	t.Helper()
 	g := &grower{backend: b, rounds: rounds, namespaces: newNamespaces(t)}
-	g.live(t)
+	g.live(t, rounds/warmUp)
 	g.before = takeProcess(t)
 	return g
 }
@@ -92,7 +95,7 @@ func newGrower(t *testing.T, b backend, rounds int) *grower {
 func (g *grower) slab(t *testing.T) {
 	before := takeSlab(t)
 	for times := range mostTimes {
-		g.live(t)
+		g.live(t, g.rounds)
 		rounds := (times + 1) * g.rounds
 		grown := (takeSlab(t) - before) / int64(rounds)
 		t.Logf("after %d rounds the kernel's memory has grown by %d bytes a round", rounds, grown)
@@ -104,14 +107,14 @@ func (g *grower) slab(t *testing.T) {
 }
 
 // live has pods whose rules are applied, verified and removed, and who then end.
-func (g *grower) live(t *testing.T) {
+func (g *grower) live(t *testing.T, rounds int) {
 	t.Helper()
 	variants := optionVariants()
 	// A test of its own, at whose end its network namespaces are closed.
 	ok := t.Run("pods", func(t *testing.T) {
-		for done := 0; done < g.rounds; {
+		for done := 0; done < rounds; {
 			pod := g.namespaces.make(t)
-			for range min(roundsPerNetns, g.rounds-done) {
+			for range min(roundsPerNetns, rounds-done) {
 				round(t, g.backend, pod, variants[done%len(variants)])
 				done++
 			}
