@@ -4,6 +4,7 @@ package manifests
 
 import (
 	"cmp"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -22,7 +23,8 @@ type file struct {
 	stamp   stamp
 	settled bool
 	objects objects
-	err     error // why it says nothing
+	digest  [sha256.Size]byte // of what it holds
+	err     error             // why it says nothing
 }
 
 // podName names a pod to people. A UID names it to the runtime.
@@ -92,16 +94,19 @@ func loadFile(dir, name string, old *file) *file {
 		return &file{name: name, stamp: stamp, settled: settled, err: errors.New("not a regular file")}
 	}
 	f := &file{name: name, stamp: stamp, settled: settled}
-	f.objects, f.err = readFile(path)
+	f.objects, f.digest, f.err = readFile(path)
 	if _, ok := errors.AsType[*fs.PathError](f.err); ok {
 		f.settled = false // not what it holds is wrong: it is read again, changed or not
 	}
 	return f
 }
 
-// same tells whether both were made of the same readings of the same files.
+// same tells whether both were made of the same files with the same content. A file that
+// says nothing may say something else each time that it is read.
 func (s *snapshot) same(other *snapshot) bool {
-	return maps.EqualFunc(s.files, other.files, func(a, b *file) bool { return a == b })
+	return maps.EqualFunc(s.files, other.files, func(a, b *file) bool {
+		return a == b || a.err == nil && b.err == nil && a.digest == b.digest
+	})
 }
 
 // index fills the maps from files, which are sorted by name. Of two manifests of

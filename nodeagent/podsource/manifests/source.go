@@ -26,9 +26,6 @@ const (
 	// defaultPoll is how often the directory is read whatever the kernel tells:
 	// changes behind a symbolic link and on network file systems make no event.
 	defaultPoll = 10 * time.Second
-
-	// quietTime gathers the events of one change, such as a file written in parts.
-	quietTime = 20 * time.Millisecond
 )
 
 // Config says which directory a Source reads.
@@ -89,8 +86,8 @@ func (s *Source) Run(ctx context.Context) error {
 	}
 	poll := time.NewTicker(s.cfg.Poll)
 	defer poll.Stop()
-	quiet := time.NewTimer(0) // fires at once, for what changed between New and the watch
-	defer quiet.Stop()
+	pace := newPace() // fires at once, for what changed between New and the watch
+	defer pace.stop()
 	for {
 		select {
 		case <-ctx.Done():
@@ -100,13 +97,15 @@ func (s *Source) Run(ctx context.Context) error {
 				s.watch(watcher) // again, in case the directory was replaced
 			}
 			s.refresh()
-		case <-watcher.Events:
-			quiet.Reset(quietTime)
+		case e := <-watcher.Events:
+			pace.note(e, time.Now())
 		case err := <-watcher.Errors:
 			// An overflow of the kernel's queue, as a rule: events were lost.
 			s.cfg.Logger.Debug("watching manifests", "dir", s.cfg.Dir, "err", err)
-			quiet.Reset(quietTime)
-		case <-quiet.C:
+			pace.quiet.Reset(quietTime)
+		case <-pace.quiet.C:
+			s.refresh()
+		case <-pace.soon.C:
 			s.refresh()
 		}
 	}
