@@ -30,8 +30,8 @@ type HostRule interface {
 // HostEntries changes what those sets hold.
 type HostEntries interface {
 	SetEntries(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entries []redirection.HostEntry) error
-	AddEntry(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entry redirection.HostEntry) error
-	DelEntry(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entry redirection.HostEntry) error
+	AddEntries(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entries ...redirection.HostEntry) error
+	DelEntries(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entries ...redirection.HostEntry) error
 }
 
 // Host is the backend's work in the host's namespace.

@@ -254,32 +254,46 @@ func (b *Backend) SetEntries(ctx context.Context, run redirection.Runner, opts r
 	return b.wrap("setting the entries of probes", err)
 }
 
-// AddEntry adds an entry to its set; one that is there already is fine. The set
-// must be there.
-func (b *Backend) AddEntry(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entry redirection.HostEntry) error {
-	if err := opts.ValidateEntry(entry); err != nil {
-		return err
-	}
-	if err := ctx.Err(); err != nil {
-		return err
-	}
-	return b.wrap("adding an entry of probes", run(func() error { return setFor(opts, entry).add(entry) }))
+// AddEntries adds entries to their sets; one that is there already is fine. The sets
+// must be there. After an error some may have been added.
+func (b *Backend) AddEntries(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entries ...redirection.HostEntry) error {
+	err := b.eachEntry(ctx, run, opts, entries, func(entry redirection.HostEntry) error { return setFor(opts, entry).add(entry) })
+	return b.wrap("adding entries of probes", err)
 }
 
-// DelEntry takes an entry out of its set; one that is not there is fine, and so is
-// no set at all.
-func (b *Backend) DelEntry(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entry redirection.HostEntry) error {
-	if err := opts.ValidateEntry(entry); err != nil {
-		return err
+// eachEntry calls change for each of the entries, in the host's netns, until one fails.
+func (b *Backend) eachEntry(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entries []redirection.HostEntry,
+	change func(redirection.HostEntry) error,
+) error {
+	for _, entry := range entries {
+		if err := opts.ValidateEntry(entry); err != nil {
+			return err
+		}
 	}
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	err := run(func() error { return setFor(opts, entry).del(entry) })
-	if errors.Is(err, unix.ENOENT) {
+	return run(func() error {
+		for _, entry := range entries {
+			if err := change(entry); err != nil {
+				return err
+			}
+		}
 		return nil
-	}
-	return b.wrap("taking out an entry of probes", err)
+	})
+}
+
+// DelEntries takes entries out of their sets; one that is not there is fine, and so is
+// no set at all. Each is tried, whatever becomes of the others.
+func (b *Backend) DelEntries(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entries ...redirection.HostEntry) error {
+	var failures []error
+	err := b.eachEntry(ctx, run, opts, entries, func(entry redirection.HostEntry) error {
+		if err := setFor(opts, entry).del(entry); !errors.Is(err, unix.ENOENT) {
+			failures = append(failures, err)
+		}
+		return nil
+	})
+	return b.wrap("taking out entries of probes", errors.Join(append(failures, err)...))
 }
 
 // setFor returns the set that holds a valid entry.

@@ -85,12 +85,12 @@ func (n *node) set(texts ...string) {
 
 func (n *node) add(text string) {
 	n.t.Helper()
-	n.must(n.b.AddEntry(within(n.t), n.ns.Runner(), n.opts, entries(n.t, text)[0]))
+	n.must(n.b.AddEntries(within(n.t), n.ns.Runner(), n.opts, entries(n.t, text)[0]))
 }
 
 func (n *node) del(text string) {
 	n.t.Helper()
-	n.must(n.b.DelEntry(within(n.t), n.ns.Runner(), n.opts, entries(n.t, text)[0]))
+	n.must(n.b.DelEntries(within(n.t), n.ns.Runner(), n.opts, entries(n.t, text)[0]))
 }
 
 // differs compares the differences from a state with the entries given; none are
@@ -221,7 +221,7 @@ func TestHostSetGone(t *testing.T) {
 		n.differs([]string{"10.0.0.2"}, "table nat, chain AMBIENTD_POSTRT (ipv4): missing, want 1 rules",
 			"table nat, jump from POSTROUTING to AMBIENTD_POSTRT (ipv4): missing, want once",
 			"ipset ambientd-probes-v4 (ipv4): missing, want hash:ip with 1 entries")
-		if err := n.b.AddEntry(within(t), n.ns.Runner(), n.opts, entries(t, "10.0.0.2")[0]); !errors.Is(err, unix.ENOENT) {
+		if err := n.b.AddEntries(within(t), n.ns.Runner(), n.opts, entries(t, "10.0.0.2")[0]); !errors.Is(err, unix.ENOENT) {
 			t.Errorf("adding to a set that is gone: %v", err)
 		}
 		if err := n.b.SetEntries(within(t), n.ns.Runner(), n.opts, nil); !errors.Is(err, unix.ENOENT) {
@@ -244,13 +244,13 @@ func TestHostRefuses(t *testing.T) {
 		}
 		for _, bad := range []string{"10.0.0.2:80", "0.0.0.0"} {
 			e := entries(t, bad)
-			if err := errors.Join(n.b.AddEntry(ctx, run, n.opts, e[0])); err == nil {
+			if err := errors.Join(n.b.AddEntries(ctx, run, n.opts, e[0])); err == nil {
 				t.Errorf("%s was added", bad)
 			}
 			if err := n.b.SetEntries(ctx, run, n.opts, e); err == nil {
 				t.Errorf("%s was set", bad)
 			}
-			if err := n.b.DelEntry(ctx, run, n.opts, e[0]); err == nil {
+			if err := n.b.DelEntries(ctx, run, n.opts, e[0]); err == nil {
 				t.Errorf("%s was taken out", bad)
 			}
 			if _, err := n.b.VerifyHost(ctx, run, n.opts, e); err == nil {

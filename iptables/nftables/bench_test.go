@@ -169,10 +169,10 @@ func BenchmarkHostEntry(b *testing.B) {
 		}
 		b.ReportAllocs()
 		for b.Loop() {
-			if err := backend.AddEntry(b.Context(), here, opts, entry); err != nil {
+			if err := backend.AddEntries(b.Context(), here, opts, entry); err != nil {
 				return err
 			}
-			if err := backend.DelEntry(b.Context(), here, opts, entry); err != nil {
+			if err := backend.DelEntries(b.Context(), here, opts, entry); err != nil {
 				return err
 			}
 		}

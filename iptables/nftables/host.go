@@ -105,25 +105,34 @@ func (b *Backend) SetEntries(ctx context.Context, run redirection.Runner, opts r
 	return nil
 }
 
-// AddEntry adds an entry to its set; one that is there already is fine. The table must be there.
-func (b *Backend) AddEntry(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entry redirection.HostEntry) error {
-	if err := opts.ValidateEntry(entry); err != nil {
+// AddEntries adds entries to their sets, all or none; one that is there already is fine. The table must be there.
+func (b *Backend) AddEntries(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entries ...redirection.HostEntry) error {
+	if err := validateEntries(opts, entries); err != nil {
 		return err
 	}
-	if err := b.changeEntry(ctx, run, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, entry); err != nil {
-		return fmt.Errorf("adding %s to the probes' set (nftables): %w", entry, err)
+	if err := b.changeEntries(ctx, run, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, entries); err != nil {
+		return fmt.Errorf("adding %s to the probes' sets (nftables): %w", entries, err)
 	}
 	return nil
 }
 
-// DelEntry takes an entry out of its set; one that is not there is fine, and so is no set at all.
-func (b *Backend) DelEntry(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entry redirection.HostEntry) error {
-	if err := opts.ValidateEntry(entry); err != nil {
+// DelEntries takes entries out of their sets; one that is not there is fine, and so is no set at all. Each is tried,
+// whatever becomes of the others.
+func (b *Backend) DelEntries(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entries ...redirection.HostEntry) error {
+	if err := validateEntries(opts, entries); err != nil {
 		return err
 	}
-	err := b.changeEntry(ctx, run, unix.NFT_MSG_DELSETELEM, 0, entry)
+	err := b.changeEntries(ctx, run, unix.NFT_MSG_DELSETELEM, 0, entries)
+	if err != nil && len(entries) > 1 {
+		// One that is not there keeps all of the transaction from happening.
+		errs := make([]error, 0, len(entries))
+		for _, entry := range entries {
+			errs = append(errs, b.DelEntries(ctx, run, opts, entry))
+		}
+		return errors.Join(errs...)
+	}
 	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return fmt.Errorf("taking %s out of the probes' set (nftables): %w", entry, err)
+		return fmt.Errorf("taking %s out of the probes' sets (nftables): %w", entries, err)
 	}
 	return nil
 }
@@ -145,6 +154,10 @@ func validateHost(opts redirection.HostOptions, entries []redirection.HostEntry)
 	if err := opts.Validate(); err != nil {
 		return fmt.Errorf("host options: %w", err)
 	}
+	return validateEntries(opts, entries)
+}
+
+func validateEntries(opts redirection.HostOptions, entries []redirection.HostEntry) error {
 	for _, entry := range entries {
 		if err := opts.ValidateEntry(entry); err != nil {
 			return err
@@ -153,19 +166,29 @@ func validateHost(opts redirection.HostOptions, entries []redirection.HostEntry)
 	return nil
 }
 
-// changeEntry sends one element. It is what an enrolment waits for, so it is written out by hand.
-func (b *Backend) changeEntry(ctx context.Context, run redirection.Runner, message, flags uint16, entry redirection.HostEntry) error {
-	const sequence = 1
-	subsystem := []byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}
-	element := rawnetlink.Message{
-		Type: messageType(message), Flags: unix.NLM_F_REQUEST | unix.NLM_F_ACK | flags, Sequence: sequence,
-		Payload: appendElements(ofSet(setOf(redirection.FamilyOf(entry.Addr))), entry),
+// changeEntries sends elements, in one transaction. It is what an enrolment waits for, so it is written out by hand.
+func (b *Backend) changeEntries(ctx context.Context, run redirection.Runner, message, flags uint16, entries []redirection.HostEntry) error {
+	if len(entries) == 0 {
+		return nil
 	}
-	request := make([]byte, 0, 256)
+	subsystem := []byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}
+	request := make([]byte, 0, 512)
 	request = rawnetlink.AppendMessage(request, rawnetlink.Message{
 		Type: unix.NFNL_MSG_BATCH_BEGIN, Flags: unix.NLM_F_REQUEST, Payload: subsystem,
 	})
-	request = rawnetlink.AppendMessage(request, element)
+	parts := bySet(entries)
+	sequence := uint32(0)
+	for i, part := range parts {
+		sequence++
+		element := rawnetlink.Message{
+			Type: messageType(message), Flags: unix.NLM_F_REQUEST | flags, Sequence: sequence,
+			Payload: appendElements(ofSet(setOf(redirection.FamilyOf(part[0].Addr))), part...),
+		}
+		if i == len(parts)-1 {
+			element.Flags |= unix.NLM_F_ACK
+		}
+		request = rawnetlink.AppendMessage(request, element)
+	}
 	request = rawnetlink.AppendMessage(request, rawnetlink.Message{
 		Type: unix.NFNL_MSG_BATCH_END, Flags: unix.NLM_F_REQUEST, Sequence: sequence + 1, Payload: subsystem,
 	})
@@ -257,22 +280,32 @@ const elementsPerMessage = 1024
 
 // additions returns the changes that add the entries to their sets.
 func additions(entries []redirection.HostEntry) []change {
-	byFamily := map[redirection.Families][]redirection.HostEntry{}
-	for _, entry := range entries {
-		family := redirection.FamilyOf(entry.Addr)
-		byFamily[family] = append(byFamily[family], entry)
-	}
 	var changes []change
-	for _, family := range redirection.DualStack.Each() {
-		set := setOf(family)
-		for part := range slices.Chunk(byFamily[family], elementsPerMessage) {
-			changes = append(changes, change{
-				message: unix.NFT_MSG_NEWSETELEM, flags: unix.NLM_F_CREATE,
-				payload: appendElements(ofSet(set), part...), what: "adding elements to set " + set,
-			})
-		}
+	for _, part := range bySet(entries) {
+		set := setOf(redirection.FamilyOf(part[0].Addr))
+		changes = append(changes, change{
+			message: unix.NFT_MSG_NEWSETELEM, flags: unix.NLM_F_CREATE,
+			payload: appendElements(ofSet(set), part...), what: "adding elements to set " + set,
+		})
 	}
 	return changes
+}
+
+// bySet returns the entries in parts of one set each, as large as one message may be.
+func bySet(entries []redirection.HostEntry) [][]redirection.HostEntry {
+	var parts [][]redirection.HostEntry
+	for _, family := range redirection.DualStack.Each() {
+		var ofFamily []redirection.HostEntry
+		for _, entry := range entries {
+			if redirection.FamilyOf(entry.Addr) == family {
+				ofFamily = append(ofFamily, entry)
+			}
+		}
+		for part := range slices.Chunk(ofFamily, elementsPerMessage) {
+			parts = append(parts, part)
+		}
+	}
+	return parts
 }
 
 // appendElements appends the list of elements to a payload that names their set.

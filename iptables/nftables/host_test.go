@@ -75,16 +75,16 @@ func (n *node) set(texts ...string) {
 	}
 }
 
-func (n *node) add(text string) {
+func (n *node) add(texts ...string) {
 	n.t.Helper()
-	if err := n.backend.AddEntry(n.t.Context(), n.run, n.opts, entries(n.t, text)[0]); err != nil {
+	if err := n.backend.AddEntries(n.t.Context(), n.run, n.opts, entries(n.t, texts...)...); err != nil {
 		n.t.Fatal(err)
 	}
 }
 
-func (n *node) del(text string) {
+func (n *node) del(texts ...string) {
 	n.t.Helper()
-	if err := n.backend.DelEntry(n.t.Context(), n.run, n.opts, entries(n.t, text)[0]); err != nil {
+	if err := n.backend.DelEntries(n.t.Context(), n.run, n.opts, entries(n.t, texts...)...); err != nil {
 		n.t.Fatal(err)
 	}
 }
@@ -306,10 +306,25 @@ func TestHostManyEntries(t *testing.T) {
 	}
 }
 
+// Several entries are one transaction; those that are not there keep none of the others.
+func TestHostManyEntriesAtOnce(t *testing.T) {
+	n := newNode(t)
+	n.ensure()
+	before := n.generation()
+	n.add("10.0.0.2", "fd00::2", "10.0.0.3")
+	n.holds("10.0.0.2", "10.0.0.3", "fd00::2")
+	if after := n.generation(); after != before+1 {
+		t.Errorf("generation %d became %d, want one transaction", before, after)
+	}
+	n.add("10.0.0.2", "10.0.0.4") // one of them again
+	n.del("10.0.0.9", "fd00::2", "10.0.0.3", "fd00::9")
+	n.holds("10.0.0.2", "10.0.0.4")
+}
+
 func TestHostBadInput(t *testing.T) {
 	n := newNode(t)
 	entry := entries(t, "10.0.0.2")[0]
-	if err := n.backend.AddEntry(t.Context(), n.run, n.opts, entry); !errors.Is(err, unix.ENOENT) {
+	if err := n.backend.AddEntries(t.Context(), n.run, n.opts, entry); !errors.Is(err, unix.ENOENT) {
 		t.Errorf("adding where there is no table: %v", err)
 	}
 	if err := n.backend.SetEntries(t.Context(), n.run, n.opts, nil); !errors.Is(err, unix.ENOENT) {
@@ -322,8 +337,8 @@ func TestHostBadInput(t *testing.T) {
 	for name, err := range map[string]error{
 		"ensure": n.backend.EnsureHost(t.Context(), never, redirection.HostOptions{}),
 		"set":    n.backend.SetEntries(t.Context(), never, mismatch, []redirection.HostEntry{entry}),
-		"add":    n.backend.AddEntry(t.Context(), never, mismatch, entry),
-		"del":    n.backend.DelEntry(t.Context(), never, mismatch, entry),
+		"add":    n.backend.AddEntries(t.Context(), never, mismatch, entry),
+		"del":    n.backend.DelEntries(t.Context(), never, mismatch, entry),
 	} {
 		if err == nil || !strings.Contains(err.Error(), "probe") {
 			t.Errorf("%s: %v", name, err)
@@ -338,7 +353,7 @@ func TestHostBadInput(t *testing.T) {
 		t.Errorf("after the end: %v", err)
 	}
 	gone := errors.New("no way in")
-	if err := n.backend.AddEntry(t.Context(), func(func() error) error { return gone }, n.opts, entry); !errors.Is(err, gone) {
+	if err := n.backend.AddEntries(t.Context(), func(func() error) error { return gone }, n.opts, entry); !errors.Is(err, gone) {
 		t.Errorf("where the namespace cannot be entered: %v", err)
 	}
 	n.holds()

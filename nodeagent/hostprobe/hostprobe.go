@@ -30,12 +30,12 @@ type Rule interface {
 	RemoveHost(ctx context.Context, run redirection.Runner) error
 }
 
-// Elements changes what the sets hold: to exactly these entries, by one more, by one
-// less. All are idempotent.
+// Elements changes what the sets hold: to exactly these entries, by some more, by some
+// less. All are idempotent. Of entries to take out each is tried.
 type Elements interface {
 	SetEntries(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entries []redirection.HostEntry) error
-	AddEntry(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entry redirection.HostEntry) error
-	DelEntry(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entry redirection.HostEntry) error
+	AddEntries(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entries ...redirection.HostEntry) error
+	DelEntries(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, entries ...redirection.HostEntry) error
 }
 
 // Kernel is the backend. It is one value, because what one backend's rule looks up
@@ -281,18 +281,15 @@ func (s *Set) ensure(ctx context.Context) error {
 
 // addElements adds those of the entries that nobody owns yet, all or none.
 func (s *Set) addElements(ctx context.Context, entries []redirection.HostEntry) error {
-	var tried []redirection.HostEntry
-	for _, e := range entries {
-		if s.owners[e] > 0 {
-			continue
-		}
-		tried = append(tried, e)
-		if err := s.cfg.Kernel.AddEntry(ctx, s.cfg.Run, s.cfg.Options, e); err != nil {
-			// The last one too: an error does not say that the kernel has done nothing.
-			ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
-			defer cancel()
-			return errors.Join(err, s.delElements(ctx, tried))
-		}
+	unowned := slices.DeleteFunc(slices.Clone(entries), func(e redirection.HostEntry) bool { return s.owners[e] > 0 })
+	if len(unowned) == 0 {
+		return nil
+	}
+	if err := s.cfg.Kernel.AddEntries(ctx, s.cfg.Run, s.cfg.Options, unowned...); err != nil {
+		// An error does not say that the kernel has done nothing.
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
+		defer cancel()
+		return errors.Join(err, s.delElements(ctx, unowned))
 	}
 	return nil
 }
@@ -302,13 +299,10 @@ func (s *Set) delElements(ctx context.Context, entries []redirection.HostEntry) 
 	if !s.exact() {
 		return nil // any of them may be that of a pod which is not known well enough
 	}
-	var errs []error
-	for _, e := range entries {
-		if err := s.cfg.Kernel.DelEntry(ctx, s.cfg.Run, s.cfg.Options, e); err != nil {
-			errs = append(errs, err)
-		}
+	if len(entries) == 0 {
+		return nil
 	}
-	return errors.Join(errs...)
+	return s.cfg.Kernel.DelEntries(ctx, s.cfg.Run, s.cfg.Options, entries...)
 }
 
 func (s *Set) verify(ctx context.Context) ([]redirection.Difference, error) {
@@ -334,10 +328,8 @@ func (s *Set) repair(ctx context.Context) error {
 	if s.exact() {
 		return s.cfg.Kernel.SetEntries(ctx, s.cfg.Run, s.cfg.Options, s.entries())
 	}
-	for _, e := range s.entries() {
-		if err := s.cfg.Kernel.AddEntry(ctx, s.cfg.Run, s.cfg.Options, e); err != nil {
-			return err
-		}
+	if entries := s.entries(); len(entries) > 0 {
+		return s.cfg.Kernel.AddEntries(ctx, s.cfg.Run, s.cfg.Options, entries...)
 	}
 	return nil
 }

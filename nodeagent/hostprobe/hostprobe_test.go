@@ -153,7 +153,7 @@ func TestRestartAfterFlush(t *testing.T) {
 	eachBackend(t, func(t *testing.T, b backend) {
 		r := newRig(t, b)
 		r.add("p1", "10.0.0.1")
-		r.must(b.DelEntry(t.Context(), r.host.Runner(), r.opts, entries(t, "10.0.0.1")[0]))
+		r.must(b.DelEntries(t.Context(), r.host.Runner(), r.opts, entries(t, "10.0.0.1")[0]))
 		r.differs("10.0.0.1")
 		r.must(r.Repair(t.Context()))
 		r.holds("10.0.0.1")
@@ -202,8 +202,8 @@ func TestFaults(t *testing.T) {
 			want   []string
 		}{
 			{"none", func() error { return nil }, []string{}},
-			{"an entry is missing", func() error { return b.DelEntry(ctx, run, r.opts, entries(t, "10.0.0.2")[0]) }, []string{"10.0.0.2"}},
-			{"an entry too much", func() error { return b.AddEntry(ctx, run, r.opts, entries(t, "10.0.0.9")[0]) }, []string{"10.0.0.9"}},
+			{"an entry is missing", func() error { return b.DelEntries(ctx, run, r.opts, entries(t, "10.0.0.2")[0]) }, []string{"10.0.0.2"}},
+			{"an entry too much", func() error { return b.AddEntries(ctx, run, r.opts, entries(t, "10.0.0.9")[0]) }, []string{"10.0.0.9"}},
 			{"the sets are empty", func() error { return b.SetEntries(ctx, run, r.opts, nil) }, []string{"10.0.0.1", "10.0.0.2", "fd00::1"}},
 			{"another source", func() error { return b.EnsureHost(ctx, run, other) }, nil},
 			{"no rule and no sets", func() error { return b.RemoveHost(ctx, run) }, nil},
@@ -457,8 +457,11 @@ func TestUndoneInTime(t *testing.T) {
 		r := newRig(t, b)
 		r.settle()
 		ctx, cancel := context.WithCancel(t.Context())
-		r.kernel.after = func(string, redirection.HostEntry) error {
+		r.kernel.after = func(op string, _ redirection.HostEntry) error {
 			cancel()
+			if op == "add" {
+				return ctx.Err()
+			}
 			return nil
 		}
 		addrs, _ := parse(t, "10.0.0.1", "10.0.0.2")

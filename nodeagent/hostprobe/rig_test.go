@@ -240,12 +240,24 @@ func (u *unreliable) around(op string, e redirection.HostEntry, fn func() error)
 	return nil
 }
 
-func (u *unreliable) AddEntry(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, e redirection.HostEntry) error {
-	return u.around("add", e, func() error { return u.backend.AddEntry(ctx, run, opts, e) })
+// aroundAll fails if any of the entries is to.
+func (u *unreliable) aroundAll(op string, all []redirection.HostEntry, fn func() error) error {
+	if len(all) == 0 {
+		return fn()
+	}
+	return u.around(op, all[0], func() error { return u.aroundAll(op, all[1:], fn) })
 }
 
-func (u *unreliable) DelEntry(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, e redirection.HostEntry) error {
-	return u.around("del", e, func() error { return u.backend.DelEntry(ctx, run, opts, e) })
+func (u *unreliable) AddEntries(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, all ...redirection.HostEntry) error {
+	return u.aroundAll("add", all, func() error { return u.backend.AddEntries(ctx, run, opts, all...) })
+}
+
+func (u *unreliable) DelEntries(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, all ...redirection.HostEntry) error {
+	var errs []error
+	for _, e := range all {
+		errs = append(errs, u.around("del", e, func() error { return u.backend.DelEntries(ctx, run, opts, e) }))
+	}
+	return errors.Join(errs...)
 }
 
 func (u *unreliable) SetEntries(ctx context.Context, run redirection.Runner, opts redirection.HostOptions, all []redirection.HostEntry) error {
