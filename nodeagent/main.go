@@ -74,6 +74,10 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return withdraw(ctx, rest, stdout)
 	case "enrol":
 		return enrol(ctx, rest, stdout)
+	case "install":
+		return installPlugin(ctx, rest, stdout)
+	case "uninstall":
+		return uninstallPlugin(rest, stdout)
 	case "version", "--version", "-version", "-v":
 		return write(stdout, fmt.Sprintf("ambientd %s (%s, %s/%s)\n", buildVersion(), runtime.Version(), runtime.GOOS, runtime.GOARCH))
 	case "help", "--help", "-help", "-h":
@@ -95,6 +99,8 @@ Usage: ambientd COMMAND [FLAGS]
   verify    compare pods with the kernel, and put right what differs
   withdraw  take pods out of the mesh, to stay out
   enrol     let pods back in that were withdrawn
+  install   put the CNI plugin on this machine, and its entry into the runtime's network configuration
+  uninstall take both away again
   version   show the version
   help      show this, or the flags of a command: ambientd help run
 `

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package install puts the CNI plugin on a node, and takes it off again: the binary into
+// the runtime's plugin directory, and one entry, the last, into the network configuration
+// that the runtime loads.
+//
+// It owns those files of ours on the host, and the one entry in a file of somebody else's.
+// Of that file it refuses to change any other byte, since its owner may compare; it never
+// writes a file in place, since others read it meanwhile; and it refuses to guess: what it
+// cannot read as a network configuration stays as it is, with an error.
+//
+// The plugin does not import it: it runs for each pod, this once a node.
+package install
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"time"
+)
+
+// PluginName is the binary's file name and the entry's type.
+const PluginName = "ambient-cni"
+
+// retryPause is between two looks at a configuration that is not there yet, or not whole.
+const retryPause = 200 * time.Millisecond
+
+// Result says what there is now, and what had to be changed for it.
+type Result struct {
+	Binary, Conflist               string // paths
+	BinaryWritten, ConflistWritten bool
+	// Left are other network configurations from which our entry was taken.
+	Left []string
+}
+
+// Install puts binary and entry in place, in this order: an entry without its binary keeps
+// pods from starting. What is as it should be is not written. Until Wait is over it waits for
+// a network configuration that can be used, which on a new node the primary plugin's own
+// installer still has to write.
+func Install(ctx context.Context, cfg Config) (Result, error) {
+	if err := cfg.validate(); err != nil {
+		return Result{}, err
+	}
+	entry, err := cfg.Entry.encode()
+	if err != nil {
+		return Result{}, err
+	}
+	result := Result{Binary: filepath.Join(cfg.BinDir, PluginName)}
+	if result.BinaryWritten, err = copyBinary(cfg.Plugin, result.Binary); err != nil {
+		return result, fmt.Errorf("installing %s: %w", result.Binary, err)
+	}
+	deadline := time.Now().Add(cfg.Wait)
+	for {
+		err := chain(cfg.ConfDir, entry, &result)
+		if !errors.Is(err, errNotYet) || time.Now().Add(retryPause).After(deadline) {
+			return result, err
+		}
+		select {
+		case <-ctx.Done():
+			return result, fmt.Errorf("%w; stopped waiting for it", err)
+		case <-time.After(retryPause):
+		}
+	}
+}
+
+// chain puts the entry where the runtime looks, and nowhere else.
+func chain(dir string, entry []byte, result *Result) error {
+	first, err := loaded(dir)
+	if err != nil {
+		return err
+	}
+	if result.Conflist, err = first.chain(entry, result); err != nil {
+		return err
+	}
+	left, err := unchainAll(dir, result.Conflist)
+	result.Left = append(result.Left, left...)
+	if err != nil {
+		return err
+	}
+	return verify(dir, result.Conflist)
+}
+
+// verify reads what is there now, as the runtime will.
+func verify(dir, conflist string) error {
+	first, err := loaded(dir)
+	if err != nil {
+		return err
+	}
+	if first.path != conflist {
+		return fmt.Errorf("%w: %s has appeared before %s", errNotYet, first.path, conflist)
+	}
+	list, err := parseList(first.content)
+	if err != nil {
+		return fmt.Errorf("%w: %s: %w", errNotYet, conflist, err)
+	}
+	if !list.chained() {
+		return fmt.Errorf("%w: %s has been written by somebody else meanwhile", errNotYet, conflist)
+	}
+	return nil
+}
+
+// Uninstall takes entries out first and the binary away last: an entry whose binary is
+// missing keeps pods from starting. It returns what was changed or removed.
+func Uninstall(cfg Config) ([]string, error) {
+	if err := cfg.validateDirs(); err != nil {
+		return nil, err
+	}
+	changed, err := unchainAll(cfg.ConfDir, "")
+	if err != nil {
+		return changed, fmt.Errorf("%w; the binary stays while a configuration may name it", err)
+	}
+	binary := filepath.Join(cfg.BinDir, PluginName)
+	removed, err := remove(binary)
+	if err != nil {
+		return changed, fmt.Errorf("removing the plugin: %w", err)
+	}
+	if removed {
+		changed = append(changed, binary)
+	}
+	return changed, nil
+}
