@@ -32,7 +32,10 @@ func write(path string, content []byte, like fs.FileInfo) (err error) {
 		err = temp.Chmod(like.Mode().Perm())
 	}
 	if owner, ok := like.Sys().(*syscall.Stat_t); err == nil && ok && (int(owner.Uid) != os.Geteuid() || int(owner.Gid) != os.Getegid()) {
-		err = temp.Chown(int(owner.Uid), int(owner.Gid))
+		// Without CAP_CHOWN it is ours: then the mode decides who reads it, as before.
+		if chownErr := temp.Chown(int(owner.Uid), int(owner.Gid)); !errors.Is(chownErr, fs.ErrPermission) {
+			err = chownErr
+		}
 	}
 	if err == nil {
 		err = temp.Sync()

@@ -12,6 +12,9 @@
 // standard library, and nothing of that which is heavy (no net/http, no crypto). It refuses to
 // know what the events mean: no policy, no Kubernetes, no retry.
 //
+// It also owns the form of what the two leave for each other on disk: the plugin its DELs while the
+// agent is away ([Spool]), and the agent the policy by which the plugin decides then ([Policy]).
+//
 // A field that an older peer may safely ignore is added without a new [Version]; anything else
 // needs one. Peers of different versions do not guess: both sides report the two numbers.
 package podevent

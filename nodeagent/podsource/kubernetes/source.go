@@ -132,12 +132,13 @@ func (s *Source) Changed() <-chan struct{} { return s.changed }
 // Namespaces returns the labels of all namespaces by name, as they were seen last.
 // It is not complete before all were read.
 func (s *Source) Namespaces() (labels map[string]map[string]string, complete bool) {
+	complete = s.namespaces.isSynced() // before the list is taken, which would else be an earlier one's
 	items, _ := s.namespaces.all()
 	labels = make(map[string]map[string]string, len(items))
 	for _, i := range items {
 		labels[i.Name] = i.Labels
 	}
-	return labels, s.namespaces.isSynced()
+	return labels, complete
 }
 
 // Known returns the pod as it was seen last, without its namespace's labels.
