@@ -25,12 +25,22 @@ import (
 	"ambientd/tools/netnstest"
 )
 
+// TestAddEnrolsWhole is case 14 as well: the pod's object names no address yet, and the
+// pod is enrolled at once, in all parts, with those from prevResult.
 func TestAddEnrolsWhole(t *testing.T) {
 	r := newRig(t)
 	peer := r.proxy(t, nil)
 	pod, ns := r.enrolled(t, "web", "web", "c1")
+	if len(pod.IPs) > 0 {
+		t.Fatalf("the pod's object has addresses %v", pod.IPs)
+	}
 
 	r.assertRules(t, ns)
+	probes := []redirection.HostEntry{{Addr: netip.MustParseAddr("10.0.0.9")}, {Addr: netip.MustParseAddr("fd00::9")}}
+	differences, err := r.rules.VerifyHost(t.Context(), netnstest.Self(t).Runner(), hostOptions(), probes)
+	if err != nil || len(differences) > 0 {
+		t.Errorf("the host's set for probes differs from %v: %v, %v", probes, differences, err)
+	}
 	cookie, err := zdstest.Cookie(ns.File())
 	must(t, err)
 	got, err := peer.AwaitPod(t.Context(), pod.UID)

@@ -89,9 +89,7 @@ func newRig(t *testing.T, opts ...option) *rig {
 	finder, err := podnetns.NewFinder(podnetns.FinderConfig{Host: host, Holders: pins, ProcRoot: t.TempDir(), NetnsDirs: []string{t.TempDir()}})
 	must(t, err)
 	defaults := redirection.DefaultOptions()
-	probes, err := hostprobe.New(hostprobe.Config{Kernel: rules, Run: netnstest.Self(t).Runner(), Options: redirection.HostOptions{
-		ProbeSourceIPv4: defaults.ProbeSourceIPv4, ProbeSourceIPv6: defaults.ProbeSourceIPv6, IPv6: true, Scope: redirection.ProbeScopePod,
-	}})
+	probes, err := hostprobe.New(hostprobe.Config{Kernel: rules, Run: netnstest.Self(t).Runner(), Options: hostOptions()})
 	must(t, err)
 	cfg := enroll.Config{
 		Host: host, Pins: pins, Pods: pods, Inventory: pods, Finder: finder, Records: store, Policy: policy(t), Defaults: workload.Defaults{Redirection: defaults}, TrustDomain: td,
@@ -107,6 +105,13 @@ func newRig(t *testing.T, opts ...option) *rig {
 	e, err := enroll.New(cfg)
 	must(t, err)
 	return &rig{Enroller: e, pods: pods, source: source, fetcher: fetcher, proxies: proxies, rules: rules, records: store, socket: socket, config: cfg, logged: logged}
+}
+
+func hostOptions() redirection.HostOptions {
+	defaults := redirection.DefaultOptions()
+	return redirection.HostOptions{
+		ProbeSourceIPv4: defaults.ProbeSourceIPv4, ProbeSourceIPv6: defaults.ProbeSourceIPv6, IPv6: true, Scope: redirection.ProbeScopePod,
+	}
 }
 
 // predecessors is the nftables backend's part of taking pods over.

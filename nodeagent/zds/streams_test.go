@@ -20,9 +20,9 @@ import (
 	"ambientd/nodeagent/zds/zdstest"
 )
 
-// A peer that rejects one of 300 pods every time: the others are acked, the
-// peer becomes ready, and the pod is absent, also after its deletion and a
-// reconnect.
+// TestOneBadPodOfMany is case 9. A peer that rejects one of 300 pods every time: the
+// others are acked, the peer becomes ready, and the pod is absent, also after its
+// deletion and a reconnect.
 func TestOneBadPodOfMany(t *testing.T) {
 	const pods, bad = 300, 3
 	s := start(t, patient)
@@ -59,6 +59,9 @@ func TestOneBadPodOfMany(t *testing.T) {
 	expectAllBut(s, third, pods, bad)
 	if third.State().Seen(zdstest.Add, pod(bad).UID) {
 		t.Error("the deleted pod is in the next snapshot")
+	}
+	if peers := s.Peers(); len(peers) != 1 || !peers[0].Ready {
+		t.Errorf("the peers are %+v, want one that is ready", peers)
 	}
 }
 

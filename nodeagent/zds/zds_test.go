@@ -186,8 +186,9 @@ func TestAddGivenUpIsTakenBack(t *testing.T) {
 	s.add(2)
 }
 
-// A ZDS peer that answers one add only after the deadline: the late ack is
-// never taken for the next pod's.
+// TestLateAck is case 10. A ZDS peer answers one add only after the deadline: the late
+// ack is never taken for the next pod's, the stream is closed, and a fresh snapshot
+// follows.
 func TestLateAck(t *testing.T) {
 	s := start(t, hasty)
 	release := make(chan struct{})
