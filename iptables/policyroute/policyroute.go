@@ -50,6 +50,7 @@ func New(socket *rawnetlink.Socket) (*Conn, error) {
 	if err := socket.SetStrict(); err != nil {
 		return nil, err
 	}
+	socket.ExpectShort()
 	return &Conn{socket: socket}, nil
 }
 

@@ -10,7 +10,6 @@
 package rawnetlink
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"sync"
@@ -19,8 +18,11 @@ import (
 )
 
 // maxDatagram bounds what the kernel puts in one datagram of a dump (32 KiB, netlink_recvmsg in net/netlink/af_netlink.c)
-// when the reader offers that much room. Every other answer is smaller.
+// when the reader offers that much room: it then gets itself as much for every dump.
 const maxDatagram = 32 << 10
+
+// maxAnswer bounds every other answer (NLMSG_GOODSIZE, linux/netlink.h), and a dump of what is short.
+const maxAnswer = 8 << 10
 
 // bufferSize leaves room for what a whole verification reads, so that buffers rarely grow.
 const bufferSize = 2 * maxDatagram
@@ -50,6 +52,7 @@ type Socket struct {
 	fd       int
 	protocol int
 	strict   bool
+	room     int                         // that is offered to dumps
 	run      func(fn func() error) error // enters its network namespace
 	owner    *Sockets
 	buffer   *[]byte
@@ -65,7 +68,7 @@ func (s *Sockets) Open(run func(fn func() error) error, protocols ...int) ([]*So
 			if err != nil {
 				return err
 			}
-			sockets = append(sockets, &Socket{fd: fd, protocol: protocol, run: run, owner: s})
+			sockets = append(sockets, &Socket{fd: fd, protocol: protocol, room: maxDatagram, run: run, owner: s})
 		}
 		return nil
 	})
@@ -177,6 +180,10 @@ func (s *Socket) SetStrict() error {
 	return nil
 }
 
+// ExpectShort has dumps hold messages of less than 8 KiB each, as those of rtnetlink are that tell of
+// policy rules and of routes with less than a hundred ways to go. Then the kernel takes less memory for each dump, and less time to find it.
+func (s *Socket) ExpectShort() { s.room = maxAnswer }
+
 // Execute sends requests that change something and returns what the kernel refused, in order. Of the requests, at least
 // the one with the sequence number last must ask for an acknowledgement, and the kernel must see it last.
 func (s *Socket) Execute(requests []byte, last uint32) ([]Error, error) {
@@ -191,7 +198,7 @@ func (s *Socket) ExecuteEchoed(requests []byte, last uint32) (answers []byte, re
 	}
 	start := len(*s.buffer)
 	for {
-		datagram, err := s.receive()
+		datagram, err := s.receive(maxAnswer)
 		if errors.Is(err, unix.EAGAIN) && len(refused) > 0 {
 			break // a batch that is refused as a whole never gets to its last message
 		}
@@ -241,122 +248,11 @@ func (s *Socket) Query(requests []byte, count int) ([]byte, error) {
 	}
 	start := len(*s.buffer)
 	for range count { // the kernel sends each answer as a datagram
-		if _, err := s.receive(); err != nil {
+		if _, err := s.receive(maxAnswer); err != nil {
 			return nil, err
 		}
 	}
 	return (*s.buffer)[start:], nil
-}
-
-// Dump sends requests that read, of which the last is a dump, and returns the messages that answer them. It fails with
-// [ErrInterrupted] if what was dumped changed meanwhile, with an [Error] if the kernel refuses one of the requests, and
-// with [ErrTooLong] once it has read more than limit bytes, an answer's first ones of which it returns then: in a pod's
-// namespace, the pod decides how much there is.
-func (s *Socket) Dump(requests []byte, limit int) ([]byte, error) {
-	if err := s.send(requests); err != nil {
-		return nil, err
-	}
-	start := len(*s.buffer)
-	interrupted := false
-	for {
-		datagram, err := s.receive()
-		if err != nil {
-			return nil, err
-		}
-		end := len(*s.buffer) - len(datagram)
-		part, err := scan(datagram)
-		if err != nil {
-			return nil, errors.Join(err, s.renew())
-		}
-		interrupted = interrupted || part.interrupted
-		switch {
-		case part.done && interrupted:
-			return nil, ErrInterrupted
-		case part.done:
-			return (*s.buffer)[start : end+part.length], nil
-		case len(*s.buffer)-start > limit:
-			if err := s.renew(); err != nil {
-				return nil, err
-			}
-			return (*s.buffer)[start:], ErrTooLong
-		}
-	}
-}
-
-// Scan sends requests that read, of which the last is a dump, and hands each message of the answers to take, as far as
-// take wants more of them: it holds one datagram at a time, however much there is. It fails as [Socket.Dump] does, and when
-// ctx ends.
-func (s *Socket) Scan(ctx context.Context, requests []byte, take func(Message) (more bool, err error)) error {
-	if err := s.send(requests); err != nil {
-		return err
-	}
-	interrupted := false
-	for {
-		start := len(*s.buffer)
-		datagram, err := s.receive()
-		if err != nil {
-			return err
-		}
-		*s.buffer = (*s.buffer)[:start]
-		part, err := scan(datagram)
-		interrupted = interrupted || part.interrupted
-		more := !part.done
-		messages := datagram
-		if part.done {
-			messages = datagram[:part.length]
-		}
-		for err == nil && len(messages) > 0 {
-			var m Message
-			if m, messages, err = Next(messages); err == nil {
-				var wanted bool
-				if wanted, err = take(m); !wanted {
-					more, messages = false, nil
-				}
-			}
-		}
-		if err == nil {
-			err = ctx.Err()
-		}
-		switch {
-		case part.done && err == nil && interrupted:
-			return ErrInterrupted
-		case part.done:
-			return err
-		case err != nil || !more:
-			return errors.Join(err, s.renew())
-		}
-	}
-}
-
-// ErrTooLong means that a dump goes on after as much of it as the caller wanted to read.
-var ErrTooLong = errors.New("netlink dump is longer than what is read of it")
-
-// ErrInterrupted means that a dump is no consistent picture, because something changed while it ran. Asking again helps.
-var ErrInterrupted = errors.New("netlink dump interrupted by a change")
-
-// dumpPart is what one datagram means for the dump that it belongs to.
-type dumpPart struct {
-	interrupted bool
-	done        bool // it holds the message that ends the dump
-	length      int  // of what precedes that message, in bytes
-}
-
-func scan(datagram []byte) (dumpPart, error) {
-	var part dumpPart
-	for rest := datagram; len(rest) > 0 && !part.done; {
-		part.length = len(datagram) - len(rest)
-		m, after, err := Next(rest)
-		if err != nil {
-			return dumpPart{}, err
-		}
-		if err := m.Failure(); err != nil {
-			return dumpPart{}, err
-		}
-		part.interrupted = part.interrupted || m.Flags&unix.NLM_F_DUMP_INTR != 0
-		part.done = m.Type == unix.NLMSG_DONE
-		rest = after
-	}
-	return part, nil
 }
 
 func (s *Socket) send(requests []byte) error {
@@ -371,15 +267,15 @@ func (s *Socket) send(requests []byte) error {
 	return nil
 }
 
-// receive appends one datagram to the buffer and returns it.
-func (s *Socket) receive() ([]byte, error) {
+// receive appends one datagram, of up to that many bytes, to the buffer and returns it.
+func (s *Socket) receive(room int) ([]byte, error) {
 	used := len(*s.buffer)
-	if cap(*s.buffer)-used < maxDatagram {
+	if cap(*s.buffer)-used < room {
 		bigger := make([]byte, used, 2*cap(*s.buffer))
 		copy(bigger, *s.buffer)
 		*s.buffer = bigger
 	}
-	free := (*s.buffer)[used : used+maxDatagram]
+	free := (*s.buffer)[used : used+room]
 	n, err := ignoringEINTR(func() (int, error) { return unix.Read(s.fd, free) })
 	if err != nil {
 		return nil, fmt.Errorf("reading the kernel's answer: %w", err)

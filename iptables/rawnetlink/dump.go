@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package rawnetlink
+
+import (
+	"context"
+	"errors"
+
+	"golang.org/x/sys/unix"
+)
+
+// Dump sends requests that read, of which the last is a dump, and returns the messages that answer them. It fails with
+// [ErrInterrupted] if what was dumped changed meanwhile, with an [Error] if the kernel refuses one of the requests, and
+// with [ErrTooLong] once it has read more than limit bytes, an answer's first ones of which it returns then: in a pod's
+// namespace, the pod decides how much there is.
+func (s *Socket) Dump(requests []byte, limit int) ([]byte, error) {
+	if err := s.send(requests); err != nil {
+		return nil, err
+	}
+	start := len(*s.buffer)
+	interrupted := false
+	for {
+		datagram, err := s.receive(s.room)
+		if err != nil {
+			return nil, err
+		}
+		end := len(*s.buffer) - len(datagram)
+		part, err := scan(datagram)
+		if err != nil {
+			return nil, errors.Join(err, s.renew())
+		}
+		interrupted = interrupted || part.interrupted
+		switch {
+		case part.done && interrupted:
+			return nil, ErrInterrupted
+		case part.done:
+			return (*s.buffer)[start : end+part.length], nil
+		case len(*s.buffer)-start > limit:
+			if err := s.renew(); err != nil {
+				return nil, err
+			}
+			return (*s.buffer)[start:], ErrTooLong
+		}
+	}
+}
+
+// Scan sends requests that read, of which the last is a dump, and hands each message of the answers to take, as far as
+// take wants more of them: it holds one datagram at a time, however much there is. It fails as [Socket.Dump] does, and when
+// ctx ends.
+func (s *Socket) Scan(ctx context.Context, requests []byte, take func(Message) (more bool, err error)) error {
+	if err := s.send(requests); err != nil {
+		return err
+	}
+	interrupted := false
+	for {
+		start := len(*s.buffer)
+		datagram, err := s.receive(s.room)
+		if err != nil {
+			return err
+		}
+		*s.buffer = (*s.buffer)[:start]
+		part, err := scan(datagram)
+		interrupted = interrupted || part.interrupted
+		more := !part.done
+		messages := datagram
+		if part.done {
+			messages = datagram[:part.length]
+		}
+		for err == nil && len(messages) > 0 {
+			var m Message
+			if m, messages, err = Next(messages); err == nil {
+				var wanted bool
+				if wanted, err = take(m); !wanted {
+					more, messages = false, nil
+				}
+			}
+		}
+		if err == nil {
+			err = ctx.Err()
+		}
+		switch {
+		case part.done && err == nil && interrupted:
+			return ErrInterrupted
+		case part.done:
+			return err
+		case err != nil || !more:
+			return errors.Join(err, s.renew())
+		}
+	}
+}
+
+// ErrTooLong means that a dump goes on after as much of it as the caller wanted to read.
+var ErrTooLong = errors.New("netlink dump is longer than what is read of it")
+
+// ErrInterrupted means that a dump is no consistent picture, because something changed while it ran. Asking again helps.
+var ErrInterrupted = errors.New("netlink dump interrupted by a change")
+
+// dumpPart is what one datagram means for the dump that it belongs to.
+type dumpPart struct {
+	interrupted bool
+	done        bool // it holds the message that ends the dump
+	length      int  // of what precedes that message, in bytes
+}
+
+func scan(datagram []byte) (dumpPart, error) {
+	var part dumpPart
+	for rest := datagram; len(rest) > 0 && !part.done; {
+		part.length = len(datagram) - len(rest)
+		m, after, err := Next(rest)
+		if err != nil {
+			return dumpPart{}, err
+		}
+		if err := m.Failure(); err != nil {
+			return dumpPart{}, err
+		}
+		part.interrupted = part.interrupted || m.Flags&unix.NLM_F_DUMP_INTR != 0
+		part.done = m.Type == unix.NLMSG_DONE
+		rest = after
+	}
+	return part, nil
+}
