@@ -64,7 +64,7 @@ func example() admin.Status {
 			{
 				Namespace: "shop", Name: "web-0", UID: "uid-0", Netns: "4026", State: admin.PodEnrolled, Backend: "nftables",
 				Families: []string{"ipv4", "ipv6"}, IPs: []netip.Addr{netip.MustParseAddr("10.0.0.2")}, Proxy: admin.ProxyAcked, Identity: id,
-				Certificate: admin.CertificateStatus{State: admin.CertificateReady, NotAfter: start.Add(24 * time.Hour)},
+				Certificate: admin.CertificateStatus{State: admin.CertificateReady, NotAfter: start.Add(24 * time.Hour)}, KeptConnections: new(3),
 			},
 			{
 				Namespace: "shop", Name: "web-1", UID: "uid-1", State: admin.PodEnrolling, Backend: "nftables", Proxy: admin.ProxyPending,
@@ -110,7 +110,7 @@ func TestStatusJSON(t *testing.T) {
 				`"redirection":{"backend":"nftables","reason":"its probe succeeded"},"ready":true,"proxies":[{"since":"2026-03-01T12:01:00Z","ready":true}],` +
 				`"pods":[{"namespace":"shop","name":"web-0","uid":"uid-0","netns":"4026","state":"enrolled","backend":"nftables","families":["ipv4","ipv6"],` +
 				`"ips":["10.0.0.2"],"proxy":"acked","identity":"spiffe://cluster.local/ns/shop/sa/web",` +
-				`"certificate":{"state":"ready","notAfter":"2026-03-02T12:00:00Z"}},` +
+				`"certificate":{"state":"ready","notAfter":"2026-03-02T12:00:00Z"},"keptConnections":3},` +
 				`{"namespace":"shop","name":"web-1","uid":"uid-1","netns":"","state":"enrolling","backend":"nftables","families":[],"ips":[],"proxy":"pending",` +
 				`"identity":"spiffe://cluster.local/ns/shop/sa/web","certificate":{"state":"pending"}}],` +
 				`"identities":[{"id":"spiffe://cluster.local/ns/shop/sa/web","pods":2,"state":"ready","notAfter":"2026-03-02T12:00:00Z","lastError":"the CA\u001b[31m said\nno"}],` +
@@ -399,9 +399,9 @@ ready         yes
 proxies       connected for 2h59m, ready
 pods          1 enrolled, 1 enrolling, 0 degraded, 1 not in the mesh
 
-POD         UID    NETNS  STATE      BACKEND   FAMILIES   PROXY    IDENTITY                               CERTIFICATE                REPAIRS
-shop/web-0  uid-0  4026   enrolled   nftables  ipv4,ipv6  acked    spiffe://cluster.local/ns/shop/sa/web  ready (expires in 20h59m)  0
-shop/web-1  uid-1  -      enrolling  nftables  -          pending  spiffe://cluster.local/ns/shop/sa/web  pending                    0
+POD         UID    NETNS  STATE      BACKEND   FAMILIES   PROXY    IDENTITY                               CERTIFICATE                KEPT  REPAIRS
+shop/web-0  uid-0  4026   enrolled   nftables  ipv4,ipv6  acked    spiffe://cluster.local/ns/shop/sa/web  ready (expires in 20h59m)  3     0
+shop/web-1  uid-1  -      enrolling  nftables  -          pending  spiffe://cluster.local/ns/shop/sa/web  pending                    -     0
 
 CERTIFICATE TROUBLE
 spiffe://cluster.local/ns/shop/sa/web: the CA [31m said no
@@ -467,7 +467,7 @@ func TestWriteTableTellsWhatWasRepaired(t *testing.T) {
 	}
 	for _, want := range []string{
 		"\nredirection   nftables (its probe succeeded; probed 1h0m ago)\n",
-		"  ipv4 (ipv6: drop)  ", "(expires in 23h0m)  2\n",
+		"  ipv4 (ipv6: drop)  ", "(expires in 23h0m)  3     2\n",
 		`
 OPTIONS THAT COUNT AS ABSENT
 shop/web-0: ambient.istio.io/dns-capture="may\tbe": it must be true or false

@@ -91,6 +91,11 @@ type PodStatus struct {
 	Identity    string            `json:"identity"` // a SPIFFE ID
 	Certificate CertificateStatus `json:"certificate"`
 
+	// KeptConnections is how many established TCP connections from before its enrolment
+	// the pod still has, which are not captured; absent for a pod that was enrolled at its
+	// start, and where the kernel does not tell.
+	KeptConnections *int `json:"keptConnections,omitempty"`
+
 	MalformedOptions []MalformedOption `json:"malformedOptions,omitempty"`
 	Audit            AuditStatus       `json:"audit,omitzero"`
 	Probes           []ProbeFinding    `json:"probes,omitempty"` // of the last `ambientd verify --probes`

@@ -106,10 +106,10 @@ func writePods(page *bytes.Buffer, s Status, now time.Time) {
 	}
 	page.WriteByte('\n')
 	inColumns(page, func(table io.Writer) {
-		row(table, "POD", "UID", "NETNS", "STATE", "BACKEND", "FAMILIES", "PROXY", "IDENTITY", "CERTIFICATE", "REPAIRS")
+		row(table, "POD", "UID", "NETNS", "STATE", "BACKEND", "FAMILIES", "PROXY", "IDENTITY", "CERTIFICATE", "KEPT", "REPAIRS")
 		for _, p := range s.Pods {
 			row(table, p.Namespace+"/"+p.Name, p.UID, cmp.Or(p.Netns, "-"), p.State, p.Backend,
-				families(p.Families, s.Redirection), p.Proxy, p.Identity, certificate(p.Certificate, now), strconv.Itoa(p.Audit.Repairs))
+				families(p.Families, s.Redirection), p.Proxy, p.Identity, certificate(p.Certificate, now), kept(p.KeptConnections), strconv.Itoa(p.Audit.Repairs))
 		}
 	})
 }
@@ -124,6 +124,14 @@ func families(captured []string, r RedirectionStatus) string {
 	default:
 		return fmt.Sprintf("%s (ipv6: %s)", strings.Join(captured, ","), r.IPv6Uncaptured)
 	}
+}
+
+// kept is how many connections from before are left.
+func kept(n *int) string {
+	if n == nil {
+		return "-"
+	}
+	return strconv.Itoa(*n)
 }
 
 func certificate(c CertificateStatus, now time.Time) string {

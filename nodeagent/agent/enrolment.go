@@ -13,6 +13,7 @@ import (
 	"ambientd/certfetch"
 	"ambientd/certfetch/spiffeid"
 	"ambientd/cni-plugin/podevent"
+	"ambientd/iptables/conntrack"
 	"ambientd/iptables/netnswatch"
 	"ambientd/nodeagent/admin"
 	"ambientd/nodeagent/audit"
@@ -77,6 +78,7 @@ func (p *parts) makeEnrolment(host *podnetns.Host, sockets *sockets) (err error)
 		Reporter:     p.pods.reporter(),
 
 		ExistingConnections: enroll.ExistingConnections(p.cfg.ExistingConnections),
+		Connections:         conntrack.New(),
 
 		ProxyTimeout: p.cfg.ProxyTimeout,
 		CertWait:     p.cfg.CertWait,

@@ -129,6 +129,7 @@ type Config struct {
 	Reporter Reporter // may be nil: nobody is told
 
 	ExistingConnections ExistingConnections
+	Connections         Connections // counts those that are kept, for status; nil: they are not counted
 
 	ProxyTimeout time.Duration // waiting for a proxy and its ack during ADD
 	CertWait     time.Duration // waiting for the certificate during ADD; past it the pod is enrolled without
@@ -164,6 +165,7 @@ type Enroller struct {
 	changed chan struct{} // holds a token when the set of enrolled pods has changed
 
 	applying chan struct{} // a send takes one of maxApplying places
+	counts   counts        // of connections, for status
 
 	mu          sync.Mutex
 	pods        map[string]*enrolment   // by pod UID

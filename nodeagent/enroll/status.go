@@ -18,10 +18,21 @@ func (e *Enroller) Pods() []admin.PodStatus {
 	for _, s := range e.cfg.Fetched() {
 		certificates[s.ID] = s
 	}
+	pods, keepers := e.podsNow(certificates)
+	e.countKept(pods, keepers)
+	return pods
+}
+
+// podsNow reports the pods, and which of them keep connections from before.
+func (e *Enroller) podsNow(certificates map[spiffeid.ID]certfetch.IdentityStatus) ([]admin.PodStatus, map[string]struct{}) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	pods := make([]admin.PodStatus, 0, len(e.pods))
+	keepers := map[string]struct{}{}
 	for uid, p := range e.pods {
+		if p.done && p.options.KeepEstablished {
+			keepers[uid] = struct{}{}
+		}
 		s := p.status(certificates[p.identity])
 		s.Backend = e.cfg.BackendName
 		if !e.cfg.ProxySet.Acked(uid) {
@@ -38,7 +49,7 @@ func (e *Enroller) Pods() []admin.PodStatus {
 	slices.SortFunc(pods, func(a, b admin.PodStatus) int {
 		return strings.Compare(a.Namespace+"/"+a.Name+"/"+a.UID, b.Namespace+"/"+b.Name+"/"+b.UID)
 	})
-	return pods
+	return pods, keepers
 }
 
 // Skipped reports the attached pods that are not in the mesh, with the reason.
