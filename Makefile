@@ -70,7 +70,7 @@ test: require-test ## Run all tests with the race detector (installs what they n
 .PHONY: devcluster
 devcluster: require-go
 	$(COMMON) require_kernel
-	$(COMMON) require_commands ip:iproute2 etcd:etcd-server
+	$(COMMON) require_commands ip:iproute2 etcd:etcd-server containerd:containerd runc:runc busybox:busybox-static
 	mkdir -p out
 	CGO_ENABLED=0 go -C tools/devcluster build -trimpath -buildvcs=false -o ../../out/devcluster .
 
@@ -84,7 +84,6 @@ test-api: require-test devcluster ## Run the tests that need a Kubernetes API se
 
 .PHONY: test-devcluster
 test-devcluster: require-test devcluster ## Run the tests of the cluster that test-api uses (as root).
-	$(COMMON) require_commands containerd:containerd runc:runc busybox:busybox-static
 	CGO_ENABLED=1 go -C tools/devcluster test -race $(TESTFLAGS) ./...
 
 .PHONY: demo

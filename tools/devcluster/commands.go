@@ -84,7 +84,7 @@ func runInside(ctx context.Context, args []string, std streams) (err error) {
 	if err != nil {
 		return err
 	}
-	err = inside(ctx, state, command, std)
+	err = inside(ctx, state, state.Nodes[0].Process, command, std)
 	if downErr := cluster.Down(context.WithoutCancel(ctx), state.Dir); downErr != nil {
 		// The command's code says less than this.
 		return fmt.Errorf("taking the cluster down: %w (devcluster down --dir %s tries again)", downErr, state.Dir)
@@ -94,23 +94,27 @@ func runInside(ctx context.Context, args []string, std streams) (err error) {
 
 func execInside(ctx context.Context, args []string, std streams) error {
 	var dir string
-	command, err := parse("exec", args, std, func(flags *flag.FlagSet) { dirFlag(flags, &dir) })
+	var number int
+	command, err := parse("exec", args, std, func(flags *flag.FlagSet) {
+		dirFlag(flags, &dir)
+		nodeFlag(flags, &number)
+	})
 	if err != nil {
 		return err
 	}
 	if len(command) == 0 {
 		return fmt.Errorf("a command to run is missing: %w", errUsage)
 	}
-	state, err := cluster.Load(dir)
+	state, err := loadNode(dir, number)
 	if err != nil {
 		return err
 	}
-	return inside(ctx, state, command, std)
+	return inside(ctx, state, state.Nodes[number-1].Process, command, std)
 }
 
-// inside runs a command in the network namespace of the first node, and in no other one of
-// its namespaces: it sees the machine's files and processes.
-func inside(ctx context.Context, state *cluster.State, command []string, std streams) error {
+// inside runs a command in the network namespace of a node, and in no other one of its
+// namespaces: it sees the machine's files and processes.
+func inside(ctx context.Context, state *cluster.State, process node.Process, command []string, std streams) error {
 	// Not CommandContext, which kills: whoever is interrupted may have to tidy up.
 	cmd := exec.Command(command[0], command[1:]...) //nolint:noctx // ended below
 	if cmd.Err != nil {
@@ -118,11 +122,12 @@ func inside(ctx context.Context, state *cluster.State, command []string, std str
 	}
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = std.in, std.out, std.err
 	cmd.Env = append(os.Environ(), state.Environment()...)
+	cmd.Env = append(cmd.Env, "PATH="+state.Programs+string(os.PathListSeparator)+os.Getenv("PATH"))
 	// A terminal sends its signals to the command too; others send them only here.
 	signals := make(chan os.Signal, 4)
 	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
 	defer signal.Stop(signals)
-	if err := state.Nodes[0].Process.InNetns(cmd.Start); err != nil {
+	if err := process.InNetns(cmd.Start); err != nil {
 		return fmt.Errorf("starting %s inside of the cluster: %w", command[0], err)
 	}
 	ended := make(chan error, 1)
@@ -170,7 +175,7 @@ func program(name string, args []string, std streams) (node.Control, string, err
 	var number int
 	rest, err := parse(name, args, std, func(flags *flag.FlagSet) {
 		dirFlag(flags, &dir)
-		flags.IntVar(&number, "node", 1, "which node; the control plane is on the first")
+		nodeFlag(flags, &number)
 	})
 	if err != nil {
 		return node.Control{}, "", err
@@ -178,14 +183,20 @@ func program(name string, args []string, std streams) (node.Control, string, err
 	if len(rest) != 1 {
 		return node.Control{}, "", fmt.Errorf("expected the name of one program: %w", errUsage)
 	}
-	state, err := cluster.Load(dir)
+	state, err := loadNode(dir, number)
 	if err != nil {
 		return node.Control{}, "", err
 	}
-	if number < 1 || number > len(state.Nodes) {
-		return node.Control{}, "", fmt.Errorf("--node=%d: the cluster has nodes 1 to %d: %w", number, len(state.Nodes), errUsage)
-	}
 	return state.Control(number - 1), rest[0], nil
+}
+
+// loadNode returns the state of the cluster in dir, if it has a node of that number.
+func loadNode(dir string, number int) (*cluster.State, error) {
+	state, err := cluster.Load(dir)
+	if err == nil && (number < 1 || number > len(state.Nodes)) {
+		return nil, fmt.Errorf("--node=%d: the cluster has nodes 1 to %d: %w", number, len(state.Nodes), errUsage)
+	}
+	return state, err
 }
 
 func stopProgram(ctx context.Context, args []string, std streams) error {

@@ -63,9 +63,14 @@ func dirFlag(flags *flag.FlagSet, dir *string) {
 	flags.StringVar(dir, "dir", defaultDir, "directory of the cluster")
 }
 
+func nodeFlag(flags *flag.FlagSet, number *int) {
+	flags.IntVar(number, "node", 1, "which node; the control plane is on the first")
+}
+
 // clusterFlags defines the flags that say what kind of cluster is wanted.
 func clusterFlags(flags *flag.FlagSet, cfg *cluster.Config) {
 	flags.IntVar(&cfg.Nodes, "nodes", 0, "nodes that run pods: 0 (only etcd and kube-apiserver), 1 or 2")
+	flags.IntVar(&cfg.Containerd, "containerd", 1, "major version of the nodes' container runtime: 1 (Debian's) or 2 (built, for the CNI verb STATUS)")
 	flags.StringVar(&cfg.Checkout, "checkout", "", "checkout of ambientd, which names the versions of what is built (default: the one around the working directory)")
 	flags.StringVar(&cfg.AuditLog, "audit-log", "", "file for the API server's audit log, one JSON object for each request (default: audit.log in the cluster's directory)")
 	flags.Func("feature-gates", "NAME=true or NAME=false, separated by commas, for all of Kubernetes; may be repeated", func(value string) error {

@@ -68,7 +68,7 @@ func commands() []command {
 		{"up", "[FLAGS]", "bring a cluster up and leave it running", up},
 		{"down", "[--dir DIR]", "take a cluster down, whatever state it is in", takeDown},
 		{"run", "[FLAGS] -- COMMAND...", "bring a cluster up, run COMMAND inside, take the cluster down", runInside},
-		{"exec", "[--dir DIR] -- COMMAND...", "run COMMAND inside of a cluster that is up", execInside},
+		{"exec", "[--dir DIR] [--node N] -- COMMAND...", "run COMMAND inside of a cluster that is up", execInside},
 		{"kubeconfig", "[--dir DIR]", "print the administrator's kubeconfig", kubeconfig},
 		{"stop", "[--dir DIR] [--node N] PROGRAM", "end one of a node's programs: kube-apiserver, kubelet, ...", stopProgram},
 		{"start", "[--dir DIR] [--node N] PROGRAM", "start it again", startProgram},

@@ -21,26 +21,26 @@ type binaries struct {
 	cni                             string // directory of the reference plugins
 }
 
+// debian is a program of a Debian package, and where its path is wanted.
+type debian struct {
+	path              *string
+	name, packageName string
+}
+
 // find finds the programs that a cluster of this configuration needs, and builds what is missing.
 func find(ctx context.Context, cfg Config) (binaries, error) {
 	var bin binaries
-	wanted := []struct {
-		path             *string
-		name, debPackage string
-	}{{&bin.etcd, "etcd", "etcd-server"}}
+	wanted := []debian{{&bin.etcd, "etcd", "etcd-server"}}
 	if cfg.Nodes > 0 {
-		var runc, shim string // found by containerd itself
-		wanted = append(wanted, []struct {
-			path             *string
-			name, debPackage string
-		}{
-			{&bin.containerd, "containerd", "containerd"}, {&bin.ctr, "ctr", "containerd"}, {&shim, "containerd-shim-runc-v2", "containerd"},
-			{&runc, "runc", "runc"}, {&bin.busybox, "busybox", "busybox-static"},
-		}...)
+		var runc string // found by containerd itself
+		wanted = append(wanted, debian{&runc, "runc", "runc"}, debian{&bin.busybox, "busybox", "busybox-static"})
+		if cfg.Containerd != 2 {
+			wanted = append(wanted, debian{&bin.containerd, "containerd", "containerd"}, debian{&bin.ctr, "ctr", "containerd"})
+		}
 	}
 	var err error
 	for _, w := range wanted {
-		if *w.path, err = programs.Debian(w.name, w.debPackage); err != nil {
+		if *w.path, err = programs.Debian(w.name, w.packageName); err != nil {
 			return bin, err
 		}
 	}
@@ -78,6 +78,14 @@ func buildOurs(ctx context.Context, cfg Config, bin *binaries) error {
 		return err
 	}
 	bin.pause = filepath.Join(dir, "pause")
+	if cfg.Containerd == 2 {
+		const commands = "github.com/containerd/containerd/v2/cmd/"
+		dir, err := builder.Build(ctx, programs.Containerd(cfg.Checkout), []string{commands + "containerd", commands + "containerd-shim-runc-v2", commands + "ctr"})
+		if err != nil {
+			return err
+		}
+		bin.containerd, bin.ctr = filepath.Join(dir, "containerd"), filepath.Join(dir, "ctr")
+	}
 	// The demo's plugins, in the cache that it uses.
 	cmd := exec.CommandContext(ctx, "./common.sh", "build_tools", "tools/cniplugins")
 	cmd.Dir = cfg.Checkout

@@ -89,7 +89,7 @@ var touched = []string{"kernel/panic", "kernel/panic_on_oops", "vm/overcommit_me
 
 // outside are directories that nodes write to, each its own.
 var outside = []string{
-	"/etc/cni", "/opt/cni", "/etc/kubernetes", "/var/lib/kubelet", "/var/lib/cni", "/run/containerd", "/var/lib/containerd/io.containerd.metadata.v1.bolt",
+	"/etc/cni", "/opt/cni", "/etc/kubernetes", "/usr/libexec/kubernetes", "/var/lib/kubelet", "/var/lib/cni", "/run/containerd", "/var/lib/containerd/io.containerd.metadata.v1.bolt",
 	"/var/log/pods", "/var/log/containers",
 }
 

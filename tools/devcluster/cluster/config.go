@@ -29,6 +29,9 @@ type Config struct {
 	Dir string
 	// Nodes is how many nodes run pods: none, one or two.
 	Nodes int
+	// Containerd is the major version of the nodes' container runtime: 1, Debian's, or 2, which
+	// is built; 0 means 1.
+	Containerd int
 	// Checkout is where the sources of ambientd are.
 	Checkout string
 	// Cache is the directory of built programs.
@@ -53,6 +56,13 @@ func (cfg *Config) check() error {
 	}
 	if cfg.Nodes < 0 || cfg.Nodes > MaxNodes {
 		return fmt.Errorf("--nodes=%d is not supported: 0 for an API server only, 1 or %d", cfg.Nodes, MaxNodes)
+	}
+	switch cfg.Containerd {
+	case 0:
+		cfg.Containerd = 1
+	case 1, 2:
+	default:
+		return fmt.Errorf("--containerd=%d is not supported: 1 or 2", cfg.Containerd)
 	}
 	for _, gate := range cfg.FeatureGates {
 		if name, value, ok := strings.Cut(gate, "="); !ok || name == "" || (value != "true" && value != "false") {

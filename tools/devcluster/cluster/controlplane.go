@@ -20,10 +20,14 @@ omitStages: [RequestReceived]
 rules: [{level: Metadata}]
 `
 
-// environment is what every program of the cluster gets: nothing of the caller's, which
-// the container runtime would hand on to CNI plugins.
-func environment() []string {
-	return []string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/nonexistent"}
+// environment is what the program at path gets: nothing of the caller's, which the
+// container runtime would hand on to CNI plugins. What lies beside it comes first: containerd
+// looks for its shim.
+func environment(path, temp string) []string {
+	return []string{
+		"PATH=" + filepath.Dir(path) + ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+		"HOME=/nonexistent", "TMPDIR=" + temp,
+	}
 }
 
 // startControlPlane starts etcd and kube-apiserver on the first node and waits for them.
@@ -81,6 +85,6 @@ func apiServerFlags(cfg Config, state *State, etcdURL, policy string) []string {
 // start starts a program on node i.
 func (s *State) start(ctx context.Context, i int, name, path string, args ...string) error {
 	return s.Control(i).Start(ctx, node.Program{
-		Name: name, Args: append([]string{path}, args...), Env: environment(), Log: s.log(i, name),
+		Name: name, Args: append([]string{path}, args...), Env: environment(path, s.temp(i)), Log: s.log(i, name),
 	})
 }

@@ -50,6 +50,9 @@ func (s *State) Control(i int) node.Control {
 	return node.Control{Socket: filepath.Join(s.NodeDir(i), "init.sock")}
 }
 
+// temp is where programs of node i put temporary files.
+func (s *State) temp(i int) string { return filepath.Join(s.NodeDir(i), "tmp") }
+
 func (s *State) log(i int, program string) string {
 	return filepath.Join(s.Dir, "logs", s.Nodes[i].Name+"-"+program+".log")
 }
@@ -61,7 +64,7 @@ func (s *State) Environment() []string {
 		"DEVCLUSTER_DIR=" + s.Dir,
 		"DEVCLUSTER_AUDIT_LOG=" + s.AuditLog,
 		fmt.Sprintf("DEVCLUSTER_NODES=%d", s.Workers),
-		"PATH=" + s.Programs + string(os.PathListSeparator) + os.Getenv("PATH"),
+		"DEVCLUSTER_BIN=" + s.Programs,
 	}
 	for i := range s.Nodes {
 		env = append(env, fmt.Sprintf("DEVCLUSTER_NODE%d_PID=%d", i+1, s.Nodes[i].Process.PID))

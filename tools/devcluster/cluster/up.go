@@ -120,7 +120,7 @@ func bringUpPods(ctx context.Context, cfg Config, state *State, bin binaries) er
 
 // startNode starts the init process of node i.
 func startNode(ctx context.Context, cfg Config, state *State, i int, life node.Lifetime) error {
-	if err := os.MkdirAll(state.NodeDir(i), 0o700); err != nil {
+	if err := os.MkdirAll(state.temp(i), 0o700); err != nil {
 		return fmt.Errorf("making the directory of %s: %w", state.Nodes[i].Name, err)
 	}
 	log, err := os.OpenFile(state.log(i, "init"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)

@@ -29,7 +29,7 @@ var templates embed.FS
 // settings is what the templates need.
 type settings struct {
 	Name, Address, Cgroup, PodRange string
-	PKI, PauseImage                 string
+	PKI, PauseImage, CNIVersion     string
 	FeatureGates                    []string
 }
 
@@ -83,6 +83,10 @@ func (s *State) writeSettings(i int, cfg Config) error {
 	values := settings{
 		Name: n.Name, Address: n.Address, Cgroup: n.Cgroup, PodRange: podRange(i),
 		PKI: s.pki(), PauseImage: PauseImage, FeatureGates: cfg.gates(),
+		CNIVersion: "1.0.0",
+	}
+	if cfg.Containerd == 2 {
+		values.CNIVersion = "1.1.0" // the first with STATUS and GC
 	}
 	parsed, err := template.New("").Funcs(template.FuncMap{
 		"gate": func(gate string) string { return strings.Replace(gate, "=", ": ", 1) },
@@ -91,8 +95,8 @@ func (s *State) writeSettings(i int, cfg Config) error {
 		return fmt.Errorf("reading the templates: %w", err)
 	}
 	for name, path := range map[string]string{
-		"kubelet.yaml":           "kubelet.yaml",
-		"containerd.toml":        "containerd.toml",
+		"kubelet.yaml": "kubelet.yaml",
+		fmt.Sprintf("containerd%d.toml", cfg.Containerd): "containerd.toml",
 		"resolv.conf":            "resolv.conf",
 		"10-devcluster.conflist": filepath.Join("net.d", "10-devcluster.conflist"),
 	} {

@@ -48,6 +48,14 @@ func Kubernetes(checkout, version string) Module {
 	}
 }
 
+// Containerd is the module of containerd 2 in the checkout.
+func Containerd(checkout string) Module {
+	return Module{
+		Dir: filepath.Join(checkout, "tools", "devcluster", "containerd"), Flags: []string{"-ldflags", "-s -w"},
+		Cost: map[string]time.Duration{"containerd": 230 * time.Second, "containerd-shim-runc-v2": 10 * time.Second, "ctr": 30 * time.Second},
+	}
+}
+
 // Own is devcluster's own module, of which the programs made of those source files are built.
 func Own(checkout string, sources ...string) Module {
 	return Module{
