@@ -26,9 +26,14 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// PartialMetadata is the Accept header for objects of which only the metadata is sent.
-const PartialMetadata = "application/vnd.kubernetes.protobuf;as=PartialObjectMetadata;g=meta.k8s.io;v=v1," +
-	"application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+// Accept headers for objects of which only the metadata is sent: one or each of a watch,
+// and a list.
+const (
+	PartialMetadata = "application/vnd.kubernetes.protobuf;as=PartialObjectMetadata;g=meta.k8s.io;v=v1," +
+		"application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+	PartialMetadataList = "application/vnd.kubernetes.protobuf;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1," +
+		"application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+)
 
 // Config says how to reach the API server.
 type Config struct {
@@ -120,8 +125,12 @@ func WithLog(ctx context.Context, logger *slog.Logger) context.Context {
 // demoted is a handler by which everything is for debugging.
 type demoted struct{ slog.Handler }
 
-func (d demoted) Enabled(ctx context.Context, _ slog.Level) bool {
-	return d.Handler.Enabled(ctx, slog.LevelDebug)
+// mostVerbose is as far as the Kubernetes libraries may go: beyond, they write whole
+// answers of the API server.
+const mostVerbose = slog.Level(-2)
+
+func (d demoted) Enabled(ctx context.Context, level slog.Level) bool {
+	return level >= mostVerbose && d.Handler.Enabled(ctx, slog.LevelDebug)
 }
 
 func (d demoted) Handle(ctx context.Context, record slog.Record) error {

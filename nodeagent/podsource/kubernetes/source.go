@@ -68,7 +68,7 @@ func (s *Source) Run(ctx context.Context) error {
 	watches.Go(func() {
 		s.watch(ctx, resource{
 			name: "namespaces", kind: &metav1.PartialObjectMetadata{}, list: &metav1.PartialObjectMetadataList{},
-			accept: apiserver.PartialMetadata, into: s.namespaces,
+			accept: apiserver.PartialMetadata, acceptList: apiserver.PartialMetadataList, into: s.namespaces,
 		})
 	})
 	watches.Wait()

@@ -20,12 +20,12 @@ import (
 
 // resource is what is watched, and into what.
 type resource struct {
-	name   string
-	kind   runtime.Object
-	list   runtime.Object
-	fields string // selector
-	accept string // header; empty: whole objects
-	into   *known
+	name               string
+	kind               runtime.Object
+	list               runtime.Object
+	fields             string // selector
+	accept, acceptList string // headers; empty: whole objects
+	into               *known
 }
 
 // pauses between attempts while the API server is away: half a second at first, at most
@@ -40,13 +40,13 @@ func (s *Source) watch(ctx context.Context, r resource) {
 	lw := &cache.ListWatch{
 		ListWithContextFunc: func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
 			list := r.list.DeepCopyObject()
-			err := s.request(r, &options).Do(ctx).Into(list)
+			err := s.request(r, &options, r.acceptList).Do(ctx).Into(list)
 			s.note(r, err)
 			return list, err
 		},
 		WatchFuncWithContext: func(ctx context.Context, options metav1.ListOptions) (watch.Interface, error) {
 			options.Watch = true
-			w, err := s.request(r, &options).Watch(ctx)
+			w, err := s.request(r, &options, r.accept).Watch(ctx)
 			// A server that cannot stream what there is refuses this, and is asked for a list then.
 			status := apierrors.APIStatus(nil)
 			if options.SendInitialEvents == nil || !errors.As(err, &status) {
@@ -58,14 +58,14 @@ func (s *Source) watch(ctx context.Context, r resource) {
 	cache.NewReflectorWithOptions(lw, r.kind, r.into, cache.ReflectorOptions{Name: r.name, Backoff: pauses()}).RunWithContext(ctx)
 }
 
-func (s *Source) request(r resource, options *metav1.ListOptions) *rest.Request {
+func (s *Source) request(r resource, options *metav1.ListOptions, accept string) *rest.Request {
 	options.FieldSelector = r.fields
 	request := s.cfg.Client.Get(r.name, options)
 	if options.TimeoutSeconds != nil {
 		request.Timeout(time.Duration(*options.TimeoutSeconds) * time.Second)
 	}
-	if r.accept != "" {
-		request.SetHeader("Accept", r.accept)
+	if accept != "" {
+		request.SetHeader("Accept", accept)
 	}
 	return request
 }
