@@ -405,7 +405,7 @@ func TestBadDisks(t *testing.T) {
 				n.want(map[string]string{file: content})
 				n.install()
 				c.spoil(t, n.cfg.ConfDir)
-				if _, err := Uninstall(n.cfg); c.want == error(syscall.EROFS) && (!errors.Is(err, c.want) || !strings.Contains(err.Error(), "the binary stays")) {
+				if _, err := Uninstall(n.cfg); errors.Is(c.want, syscall.EROFS) && (!errors.Is(err, c.want) || !strings.Contains(err.Error(), "the binary stays")) {
 					t.Errorf("uninstalling: %v", err)
 				}
 				c.mend(t, n.cfg.ConfDir)

@@ -10,7 +10,7 @@
 //
 // Both programs link this package, and the plugin runs on every pod start, so it imports only the
 // standard library, and nothing of that which is heavy (no net/http, no crypto). It refuses to
-// know what the events mean: no policy, no Kubernetes, no retry.
+// know what the events mean: no Kubernetes, no labels, no retry.
 //
 // It also owns the form of what the two leave for each other on disk: the plugin its DELs while the
 // agent is away ([Spool]), and the agent the policy by which the plugin decides then ([Policy]).

@@ -41,7 +41,7 @@ func Spool(dir string, req Request) error {
 	if err != nil {
 		return fmt.Errorf("opening the spool: %w", err)
 	}
-	defer spool.Close()
+	defer func() { _ = spool.Close() }() // nothing was written by it
 	names, err := spool.Open(".")
 	if err != nil {
 		return fmt.Errorf("opening the spool: %w", err)
@@ -107,7 +107,7 @@ func openSpool(dir string) (*os.Root, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer above.Close()
+	defer func() { _ = above.Close() }() // nothing was written by it
 	if err := above.Mkdir(filepath.Base(dir), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return nil, err
 	}

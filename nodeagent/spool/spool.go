@@ -94,8 +94,8 @@ func (s *Spool) Drain(ctx context.Context) error {
 		return fmt.Errorf("reading the spool: %w", err)
 	}
 	for _, entry := range entries {
-		if ctx.Err() != nil {
-			return nil
+		if ended(ctx) {
+			return nil // what is left the next agent takes
 		}
 		if strings.HasPrefix(entry.Name(), podevent.SpoolTempPrefix) {
 			s.dropStale(entry)
@@ -111,7 +111,7 @@ func (s *Spool) Drain(ctx context.Context) error {
 func (s *Spool) Run(ctx context.Context) error {
 	watcher, err := fsnotify.NewWatcher()
 	if err == nil {
-		defer watcher.Close()
+		defer func() { _ = watcher.Close() }() // nobody listens any more
 		err = watcher.Add(s.cfg.Dir)
 	} else {
 		watcher = &fsnotify.Watcher{} // its nil channels never deliver
@@ -148,13 +148,16 @@ func (s *Spool) await(ctx context.Context, watcher *fsnotify.Watcher, poll <-cha
 			if event.Has(fsnotify.Create) && !strings.HasPrefix(filepath.Base(event.Name), podevent.SpoolTempPrefix) {
 				return true
 			}
-		case <-watcher.Errors: // events were lost, as a rule
+		case err := <-watcher.Errors: // events were lost, as a rule
+			s.cfg.Logger.Debug("watching the spool", "dir", s.cfg.Dir, "err", err)
 			return true
 		case <-poll:
 			return true
 		}
 	}
 }
+
+func ended(ctx context.Context) bool { return ctx.Err() != nil }
 
 // take deals with one file and removes it.
 func (s *Spool) take(ctx context.Context, name string) {
@@ -171,7 +174,7 @@ func (s *Spool) take(ctx context.Context, name string) {
 			s.cfg.Logger.Warn("a file in the spool is no event of the plugin's, it is removed", "file", path, "err", err)
 		default:
 			s.handle(ctx, req, written)
-			if ctx.Err() != nil {
+			if ended(ctx) {
 				return // it may have been cut short: the next agent takes it again
 			}
 		}
