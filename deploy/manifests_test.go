@@ -86,7 +86,7 @@ func TestRoleIsExactly(t *testing.T) {
 		"pods: get list watch",
 		"pods/status: patch",
 		"namespaces: get list watch",
-		"events.k8s.io/events: create patch",
+		"events: create patch",
 	}
 	if !slices.Equal(got, want) {
 		t.Errorf("the role allows %q, want %q", got, want)
