@@ -54,6 +54,14 @@ image: require-go ## Make out/image/*.tar, images that a container runtime impor
 	CGO_ENABLED=0 go -C tools/image build -trimpath -o ../../out/imagetool .
 	out/imagetool --bin=out/image/$(TARGET_ARCH) --out=out/image --arch=$(TARGET_ARCH) $(ARGS)
 
+.PHONY: ztunnel
+ztunnel: require-go ## Fetch ztunnel into out/ARCH, unless it is there (tools/download-ztunnel.sh --help).
+	TARGET_ARCH=$(TARGET_ARCH) tools/download-ztunnel.sh
+
+.PHONY: envoy
+envoy: require-go ## Fetch Envoy into out/ARCH, unless it is there (tools/download-envoy.sh --help).
+	TARGET_ARCH=$(TARGET_ARCH) tools/download-envoy.sh
+
 # The race detector is what needs a C compiler; the kernel tests drive iptables
 # and read back what the nftables backend wrote with nft.
 .PHONY: require-test
@@ -66,6 +74,12 @@ require-test: require-go
 test: require-test ## Run all tests with the race detector (installs what they need, as root on Debian).
 	CGO_ENABLED=1 go test -race $(TESTFLAGS) ./...
 	CGO_ENABLED=1 go -C tools/image test -race $(TESTFLAGS) ./...
+	$(MAKE) test-scripts
+
+.PHONY: test-scripts
+test-scripts: require-go ## Run the tests of tools/download-*.sh, against a mirror of their own.
+	$(COMMON) require_commands bats:bats curl:curl script:bsdutils
+	bats tools/download/test
 
 .PHONY: devcluster
 devcluster: require-go
@@ -111,7 +125,8 @@ lint: require-go ## Check format, go vet, golangci-lint and shellcheck.
 	linter=$$($(COMMON) build_tools tools/lint) && \
 		"$$linter/golangci-lint" run $(ARGS) ./...
 	$(COMMON) require_commands shellcheck:shellcheck
-	shellcheck -x common.sh .ci/run .ci/as-user
+	shellcheck -x common.sh .ci/run .ci/as-user tools/download-*.sh \
+		tools/download/test/*.bats tools/download/test/*.bash tools/download/test/standins/*
 
 .PHONY: generate
 generate: require-go ## Write the generated code anew.

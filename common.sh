@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Shell functions that the Makefile, .ci/run and the scripts below tools/ share:
-# what the machine must have, and where tools that are built once are kept.
+# what the machine must have, where tools that are built once are kept, and which
+# versions of other projects' binaries tools/download-*.sh fetch.
 # To be sourced, or run as `common.sh FUNCTION ARGUMENT...`. Everything that is
 # said to a person goes to standard error; standard output carries results only.
 
@@ -10,6 +11,19 @@
 readonly MIN_GO=1.26
 # The first kernel with SO_NETNS_COOKIE, by which network namespaces are told apart.
 readonly MIN_KERNEL=5.14
+
+# What tools/download-ztunnel.sh and tools/download-envoy.sh fetch unless told otherwise:
+# the commits of istio/ztunnel and istio/proxy that Istio 1.29.2 was released with, as
+# both binaries of that release report them. A SHA-256 is of the file that is downloaded
+# (Envoy's is an archive); one that is empty is not known for certain: nobody may guess.
+# shellcheck disable=SC2034 # used by those scripts
+readonly PINNED_FROM="Istio 1.29.2" \
+	ZTUNNEL_PIN=99b000df4d0f48fc75309aae894cc609ef96fa09 \
+	ZTUNNEL_PIN_SHA256_amd64='' \
+	ZTUNNEL_PIN_SHA256_arm64='' \
+	ENVOY_PIN=af30be60b7c35f2aceaea1b7382c7fbf12aa5e67 \
+	ENVOY_PIN_SHA256_amd64='' \
+	ENVOY_PIN_SHA256_arm64=''
 
 say() { printf '%s\n' "$*" >&2; }
 
