@@ -196,9 +196,9 @@ func (e *Enroller) enrolRunningIn(ctx context.Context, pod workload.Pod, where p
 		e.reportFailure(pod, err)
 		return fmt.Errorf("enrolling running pod %s: %w", pod, err)
 	}
+	e.cfg.Reporter.Event(pod, ReasonEnrolled, "enrolled in the mesh while it ran")
 	e.cfg.Logger.Info("running pod enrolled", "pod", pod.String(), "uid", pod.UID, "netns", p.netns.String(),
 		"identity", p.identity.String(), "families", p.families.String())
-	e.cfg.Reporter.Event(pod, ReasonEnrolled, "enrolled in the mesh while it ran")
 	return nil
 }
 
