@@ -14,11 +14,13 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"ambientd/nodeagent/apiserver"
@@ -225,11 +227,24 @@ func (w *Writer) patch(ctx context.Context, uid string, want wish) error {
 	defer cancel()
 	err = w.cfg.Client.Patch(types.MergePatchType).Namespace(want.namespace).Resource(string(corev1.ResourcePods)).Name(want.name).
 		SubResource("status").SetHeader("Accept", apiserver.PartialMetadata).Body(body).Do(ctx).Error()
-	if apierrors.IsNotFound(err) || apierrors.IsConflict(err) {
+	if apierrors.IsNotFound(err) || isOfAnother(err) {
 		return nil // it is gone, and another one of that name may be there
 	}
 	if err != nil {
 		return fmt.Errorf("patching the pod's status: %w", apiserver.Explain(err))
 	}
 	return nil
+}
+
+// isOfAnother tells whether the API server refused to change the UID, which the patch
+// would do to another pod of that name.
+func isOfAnother(err error) bool {
+	if apierrors.IsConflict(err) {
+		return true
+	}
+	status := apierrors.APIStatus(nil)
+	if !errors.As(err, &status) || !apierrors.IsInvalid(err) || status.Status().Details == nil {
+		return false
+	}
+	return slices.ContainsFunc(status.Status().Details.Causes, func(c metav1.StatusCause) bool { return c.Field == "metadata.uid" })
 }

@@ -57,6 +57,7 @@ func TestQueueTriesAgain(t *testing.T) {
 		q.put("bad", 0)
 		q.put("good", 0)
 		time.Sleep(20 * time.Minute)
+		synctest.Wait()
 		if len(a.times["bad"]) != 11 || len(a.times["good"]) != 1 {
 			t.Fatalf("tried at %v", a.times)
 		}
@@ -80,6 +81,7 @@ func TestQueueGathers(t *testing.T) {
 			q.put("pod", time.Minute)
 		}
 		time.Sleep(time.Hour)
+		synctest.Wait()
 		if got := a.times["pod"]; len(got) != 1 || got[0] != time.Minute {
 			t.Errorf("done at %v, want once after a minute", got)
 		}
