@@ -54,6 +54,15 @@ image: require-go ## Make out/image/*.tar, images that a container runtime impor
 	CGO_ENABLED=0 go -C tools/image build -trimpath -o ../../out/imagetool .
 	out/imagetool --bin=out/image/$(TARGET_ARCH) --out=out/image --arch=$(TARGET_ARCH) $(ARGS)
 
+# Where ztunnel was fetched or built, it is the node proxy of the image; else devproxy.
+.PHONY: dev-image
+dev-image: image ## Make out/image/ambientd-dev.tar: ambientd with a fetched ztunnel, or else with devproxy.
+	proxy=devproxy; \
+	if [ -e out/$(TARGET_ARCH)/ztunnel ]; then \
+		proxy=ztunnel; cp -L out/$(TARGET_ARCH)/ztunnel out/image/$(TARGET_ARCH)/ztunnel; \
+	fi; \
+	out/imagetool --bin=out/image/$(TARGET_ARCH) --out=out/image --arch=$(TARGET_ARCH) --node-proxy=$$proxy ambientd-dev
+
 .PHONY: ztunnel
 ztunnel: require-go ## Fetch ztunnel into out/ARCH, unless it is there (tools/download-ztunnel.sh --help).
 	TARGET_ARCH=$(TARGET_ARCH) tools/download-ztunnel.sh

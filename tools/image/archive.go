@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"path"
 	"path/filepath"
@@ -84,26 +85,53 @@ func (c config) layer(programs []string) ([]byte, error) {
 			return nil, err
 		}
 	}
-	for _, program := range slices.Sorted(slices.Values(programs)) {
-		content, err := os.ReadFile(filepath.Join(c.bin, program))
-		if err != nil {
-			return nil, fmt.Errorf("reading a program: %w; run make build first", err)
-		}
-		if err := checkStatic(content, c.arch); err != nil {
+	files := map[string][]byte{}
+	for _, program := range programs {
+		if err := c.add(files, program); err != nil {
 			return nil, fmt.Errorf("program %s: %w", filepath.Join(c.bin, program), err)
 		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(files)) {
 		header := &tar.Header{
-			Typeflag: tar.TypeReg, Name: path.Join(programsDir, program), Mode: 0o755,
-			Size: int64(len(content)), ModTime: time.Unix(0, 0),
+			Typeflag: tar.TypeReg, Name: name, Mode: 0o755,
+			Size: int64(len(files[name])), ModTime: time.Unix(0, 0),
 		}
 		if err := w.WriteHeader(header); err != nil {
 			return nil, err
 		}
-		if _, err := w.Write(content); err != nil {
+		if _, err := w.Write(files[name]); err != nil {
 			return nil, err
 		}
 	}
 	return out.Bytes(), w.Close()
+}
+
+// add reads a program, and for one that others built, and that may thus be dynamic, what it
+// needs to start.
+func (c config) add(files map[string][]byte, program string) error {
+	content, err := os.ReadFile(filepath.Join(c.bin, program))
+	if err != nil {
+		return fmt.Errorf("reading it: %w; run make build first", err)
+	}
+	files[path.Join(programsDir, program)] = content
+	if program != ztunnel {
+		return checkStatic(content, c.arch)
+	}
+	if err := checkMachine(content, c.arch); err != nil {
+		return err
+	}
+	needed, err := libraries(content, c.arch)
+	if err != nil {
+		return err
+	}
+	for _, name := range needed {
+		library, err := os.ReadFile(name)
+		if err != nil {
+			return fmt.Errorf("reading a library that it needs: %w", err)
+		}
+		files[strings.TrimPrefix(name, "/")] = library
+	}
+	return nil
 }
 
 // parents yields "a", "a/b", "a/b/c" of the last.
@@ -118,8 +146,26 @@ func parents(dir string) func(yield func(string) bool) {
 	}
 }
 
-// checkStatic says why a program would not start in the image.
+// checkStatic says why a program would not start in an image without libraries.
 func checkStatic(content []byte, arch string) error {
+	if err := checkMachine(content, arch); err != nil {
+		return err
+	}
+	file, err := elf.NewFile(bytes.NewReader(content))
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	for _, p := range file.Progs {
+		if p.Type == elf.PT_INTERP {
+			return errors.New("it is linked dynamically, and there are no libraries in the image: build it with CGO_ENABLED=0")
+		}
+	}
+	return nil
+}
+
+// checkMachine says why a program would not start on the image's architecture.
+func checkMachine(content []byte, arch string) error {
 	file, err := elf.NewFile(bytes.NewReader(content))
 	if err != nil {
 		return fmt.Errorf("reading it as a Linux program: %w", err)
@@ -131,11 +177,6 @@ func checkStatic(content []byte, arch string) error {
 	}
 	if file.Machine != machine {
 		return fmt.Errorf("it is for %s, not for %s", file.Machine, arch)
-	}
-	for _, p := range file.Progs {
-		if p.Type == elf.PT_INTERP {
-			return errors.New("it is linked dynamically, and there are no libraries in the image: build it with CGO_ENABLED=0")
-		}
 	}
 	return nil
 }

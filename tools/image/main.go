@@ -5,7 +5,8 @@
 // the same bytes, whoever makes the image, and when.
 //
 // It refuses what is not static: there is no C library in an image, and such a program
-// would say no more than "no such file or directory" at its start.
+// would say no more than "no such file or directory" at its start. Only ztunnel, which
+// others build, gets the libraries that it needs, from this machine.
 package main
 
 import (
@@ -26,21 +27,28 @@ const programsDir = "usr/local/bin"
 type image struct {
 	name     string // of the tar file
 	programs []string
+	onDemand bool // made only when named
 }
 
+// The program of an image that this project does not build.
+const ztunnel = "ztunnel"
+
 // images are all that there are. The names are what deploy's manifests ask for.
-func images() []image {
+func (c config) images() []image {
 	return []image{
 		// No iptables: the nftables backend speaks netlink and starts no program.
 		{name: "ambientd", programs: []string{"ambientd", "ambient-cni"}},
 		{name: "devproxy", programs: []string{"devproxy"}},
 		{name: "testapp", programs: []string{"testapp"}},
+		// All of a node in one: make dev-image.
+		{name: "ambientd-dev", programs: []string{"ambientd", "ambient-cni", c.nodeProxy}, onDemand: true},
 	}
 }
 
 // config is what the flags say.
 type config struct {
 	bin, out, arch, tag string
+	nodeProxy           string   // of ambientd-dev
 	only                []string // names of images; all if empty
 }
 
@@ -63,8 +71,8 @@ func run(args []string, stdout, usage io.Writer) error {
 	if err := os.MkdirAll(cfg.out, 0o755); err != nil { //nolint:gosec // images are for everybody
 		return fmt.Errorf("making the images' directory: %w", err)
 	}
-	for _, img := range images() {
-		if len(cfg.only) > 0 && !slices.Contains(cfg.only, img.name) {
+	for _, img := range cfg.images() {
+		if !cfg.wants(img) {
 			continue
 		}
 		path := filepath.Join(cfg.out, img.name+".tar")
@@ -86,13 +94,14 @@ func parse(args []string, usage io.Writer) (config, error) {
 	flags.StringVar(&c.out, "out", "out/image", "`directory` for the tar files")
 	flags.StringVar(&c.arch, "arch", "", "`architecture` of the programs, as Go names it; required")
 	flags.StringVar(&c.tag, "tag", "dev", "`tag` of the images localhost/NAME")
+	flags.StringVar(&c.nodeProxy, "node-proxy", "devproxy", "`program` beside ambientd in ambientd-dev: devproxy or ztunnel")
 	if err := flags.Parse(args); err != nil {
 		return config{}, err
 	}
 	if c.arch == "" {
 		return config{}, errors.New("--arch is required: say what the programs were built for, such as amd64")
 	}
-	known := images()
+	known := c.images()
 	for _, name := range flags.Args() {
 		if !slices.ContainsFunc(known, func(i image) bool { return i.name == name }) {
 			return config{}, fmt.Errorf("there is no image %q, only %s", name, names(known))
@@ -100,6 +109,13 @@ func parse(args []string, usage io.Writer) (config, error) {
 	}
 	c.only = flags.Args()
 	return c, nil
+}
+
+func (c config) wants(img image) bool {
+	if len(c.only) == 0 {
+		return !img.onDemand
+	}
+	return slices.Contains(c.only, img.name)
 }
 
 func names(all []image) string {

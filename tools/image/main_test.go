@@ -11,8 +11,10 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -46,7 +48,7 @@ func program(t *testing.T, machine elf.Machine, header elf.ProgType, content str
 func programs(t *testing.T, machine elf.Machine, written time.Time) string {
 	t.Helper()
 	dir := t.TempDir()
-	for _, img := range images() {
+	for _, img := range (config{nodeProxy: "devproxy"}).images() {
 		for _, p := range img.programs {
 			path := filepath.Join(dir, p)
 			if err := os.WriteFile(path, program(t, machine, elf.PT_LOAD, p), 0o700); err != nil {
@@ -73,7 +75,10 @@ func makeImages(t *testing.T, args ...string) string {
 func TestImages(t *testing.T) {
 	for arch, machine := range machines() {
 		out := makeImages(t, "--bin="+programs(t, machine, time.Now()), "--arch="+arch)
-		for _, want := range images() {
+		for _, want := range (config{nodeProxy: "devproxy"}).images() {
+			if want.onDemand {
+				continue
+			}
 			t.Run(arch+"/"+want.name, func(t *testing.T) {
 				// The name has to be the one by which kubelet asks.
 				tag, err := name.NewTag("localhost/" + want.name + ":dev")
@@ -143,7 +148,10 @@ func checkLayer(t *testing.T, content io.Reader, wanted []string) {
 func TestReproducible(t *testing.T) {
 	first := makeImages(t, "--arch=amd64", "--bin="+programs(t, elf.EM_X86_64, time.Unix(1, 0)))
 	second := makeImages(t, "--arch=amd64", "--bin="+programs(t, elf.EM_X86_64, time.Now()))
-	for _, img := range images() {
+	for _, img := range (config{nodeProxy: "devproxy"}).images() {
+		if img.onDemand {
+			continue
+		}
 		a, errA := os.ReadFile(filepath.Join(first, img.name+".tar"))
 		b, errB := os.ReadFile(filepath.Join(second, img.name+".tar"))
 		if err := errors.Join(errA, errB); err != nil {
@@ -207,5 +215,54 @@ func TestUnwritable(t *testing.T) {
 	err := run([]string{"--arch=amd64", "--bin=" + dir, "--out=" + occupied}, io.Discard, io.Discard)
 	if err == nil || !strings.Contains(err.Error(), fmt.Sprintf("mkdir %s", occupied)) {
 		t.Errorf("got %v", err)
+	}
+}
+
+// TestNodeProxy makes ambientd-dev with each proxy; a dynamic ztunnel brings its libraries, and
+// nothing else may be dynamic. A program of this machine stands in for ztunnel.
+func TestNodeProxy(t *testing.T) {
+	program, err := os.ReadFile("/bin/sh")
+	if err != nil {
+		t.Fatal(err)
+	}
+	cfg := config{bin: t.TempDir(), arch: runtime.GOARCH}
+	if err := os.WriteFile(filepath.Join(cfg.bin, "ztunnel"), program, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	files := map[string][]byte{}
+	if err := cfg.add(files, "ztunnel"); err != nil {
+		t.Fatalf("adding a dynamic ztunnel: %v", err)
+	}
+	wanted, loader, err := needs(program)
+	if err != nil || loader == "" {
+		t.Fatalf("/bin/sh here is no dynamic program: loader %q, %v", loader, err)
+	}
+	if files[strings.TrimPrefix(loader, "/")] == nil || files["usr/local/bin/ztunnel"] == nil {
+		t.Errorf("the layer has %v, without ztunnel or its loader %s", slices.Sorted(maps.Keys(files)), loader)
+	}
+	for _, library := range wanted {
+		if !slices.ContainsFunc(slices.Collect(maps.Keys(files)), func(f string) bool { return filepath.Base(f) == library }) {
+			t.Errorf("the layer has %v, without %s", slices.Sorted(maps.Keys(files)), library)
+		}
+	}
+	if err := os.Rename(filepath.Join(cfg.bin, "ztunnel"), filepath.Join(cfg.bin, "devproxy")); err != nil {
+		t.Fatal(err)
+	}
+	if err := cfg.add(files, "devproxy"); err == nil || !strings.Contains(err.Error(), "linked dynamically") {
+		t.Errorf("adding a dynamic devproxy: %v, want a refusal", err)
+	}
+	for _, proxy := range []string{"devproxy", "ztunnel"} {
+		c, err := parse([]string{"--arch=amd64", "--node-proxy=" + proxy, "ambientd-dev"}, io.Discard)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, img := range c.images() {
+			if want := img.name == "ambientd-dev"; c.wants(img) != want {
+				t.Errorf("asked for ambientd-dev: image %s is made: %t", img.name, !want)
+			}
+			if img.name == "ambientd-dev" && !slices.Equal(img.programs, []string{"ambientd", "ambient-cni", proxy}) {
+				t.Errorf("with --node-proxy=%s it has %v", proxy, img.programs)
+			}
+		}
 	}
 }
