@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"net"
 	"strings"
 	"testing"
@@ -191,4 +192,81 @@ func TestLoopbackIsKnownByTheRoute(t *testing.T) {
 	if err := read(t, conn).CheckLoopback(); !errors.Is(err, policyroute.ErrLoopbackDown) {
 		t.Errorf("loopback down: %v", err)
 	}
+}
+
+// addWideRoute adds a route to our table that has n ways to go.
+func addWideRoute(t *testing.T, ns *netnstest.NS, n int) {
+	t.Helper()
+	ns.Do(t, func() error {
+		veth := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "wide"}, PeerName: "wide-peer"}
+		if err := netlink.LinkAdd(veth); err != nil && !errors.Is(err, unix.EEXIST) {
+			return err
+		}
+		link, err := netlink.LinkByName("wide")
+		if err != nil {
+			return err
+		}
+		if err := netlink.LinkSetUp(link); err != nil {
+			return err
+		}
+		address, err := netlink.ParseAddr("172.16.0.1/12")
+		if err != nil {
+			return err
+		}
+		if err := netlink.AddrReplace(link, address); err != nil {
+			return err
+		}
+		route := &netlink.Route{Table: 100, Dst: &net.IPNet{IP: net.IPv4(198, 51, 100, 0).To4(), Mask: net.CIDRMask(24, 32)}}
+		for i := range n {
+			via := binary.BigEndian.AppendUint32(nil, 0xac100002+uint32(i))
+			route.MultiPath = append(route.MultiPath, &netlink.NexthopInfo{LinkIndex: link.Attrs().Index, Gw: via})
+		}
+		return netlink.RouteReplace(route)
+	})
+}
+
+// TestRouteWithManyWays has a route in our table that no message of the usual length tells of: it is a difference like every
+// other, and goes.
+func TestRouteWithManyWays(t *testing.T) {
+	for _, ways := range []int{200, 600, 1900} {
+		t.Run(fmt.Sprint(ways), func(t *testing.T) {
+			ns := netnstest.New(t)
+			conn := connect(t, ns)
+			apply(t, conn, redirection.DualStack)
+			addWideRoute(t, ns, ways)
+			wantLines(t, "with another's route", differences(t, conn, redirection.DualStack),
+				"route (ipv4): unexpected unicast 198.51.100.0/24 table 100")
+			apply(t, conn, redirection.DualStack)
+			wantLines(t, "repaired", differences(t, conn, redirection.DualStack))
+		})
+	}
+}
+
+// TestRouteThatIsNotListed has one that no message of any length tells of: it is a difference, a repair says that it cannot
+// help, and ours can be removed nevertheless.
+func TestRouteThatIsNotListed(t *testing.T) {
+	ns := netnstest.New(t)
+	conn := connect(t, ns)
+	apply(t, conn, redirection.DualStack)
+	addWideRoute(t, ns, 4000)
+	state := read(t, conn)
+	if found := state.Differences(redirection.DualStack); !strings.Contains(fmt.Sprint(found), "one that the kernel cannot list") {
+		t.Errorf("found %v", found)
+	}
+	if _, err := conn.Apply(t.Context(), state, redirection.DualStack); !errors.Is(err, policyroute.ErrUntold) {
+		t.Errorf("repair: %v", err)
+	}
+	if err := conn.Remove(read(t, conn)); err != nil {
+		t.Error(err)
+	}
+	ns.Do(t, func() error {
+		left, err := netlink.RouteListFiltered(netlink.FAMILY_V6, &netlink.Route{Table: 100}, netlink.RT_FILTER_TABLE)
+		if err != nil || len(left) > 0 {
+			t.Errorf("left: %v, %v", left, err)
+		}
+		return nil
+	})
+	addWideRoute(t, ns, 2) // in its place
+	apply(t, conn, redirection.DualStack)
+	wantLines(t, "repaired", differences(t, conn, redirection.DualStack))
 }

@@ -68,6 +68,9 @@ func (s *State) unread() []redirection.Difference {
 	if s.moreRoutes > 0 {
 		differences = append(differences, redirection.Difference{What: fmt.Sprintf("routes of table %d", redirection.RouteTable), Got: fmt.Sprintf("more than %d", s.moreRoutes)})
 	}
+	if s.untold {
+		differences = append(differences, redirection.Difference{What: fmt.Sprintf("routes of table %d", redirection.RouteTable), Got: "one that the kernel cannot list"})
+	}
 	return differences
 }
 

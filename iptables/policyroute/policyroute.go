@@ -54,6 +54,10 @@ func New(socket *rawnetlink.Socket) (*Conn, error) {
 	return &Conn{socket: socket}, nil
 }
 
+// ErrUntold means that our table holds a route that the kernel cannot tell of, so that nobody can delete it who does not
+// know its destination.
+var ErrUntold = errors.New("a route in our table (100) has so many ways to go that the kernel cannot list it: somebody has to delete it inside the pod, by its destination")
+
 // Undo takes back what one Apply added. The zero value takes back nothing.
 type Undo struct {
 	conn     *Conn
@@ -122,9 +126,11 @@ func (c *Conn) ReadRouting() (*State, error) {
 func (c *Conn) dump(request rawnetlink.Message, into *State) (more int, err error) {
 	answer, err := c.socket.Dump(rawnetlink.AppendMessage(make([]byte, 0, 64), request), maxDump)
 	tooLong := errors.Is(err, rawnetlink.ErrTooLong)
-	if err != nil && !tooLong {
+	tooWide := errors.Is(err, rawnetlink.ErrTooWide)
+	if err != nil && !tooLong && !tooWide {
 		return 0, err
 	}
+	into.untold = into.untold || tooWide
 	read := 0
 	for ; len(answer) > 0; read++ {
 		var m rawnetlink.Message
@@ -180,6 +186,9 @@ func (c *Conn) Apply(ctx context.Context, state *State, families redirection.Fam
 	if err := c.thin(ctx, state, families); err != nil {
 		return Undo{}, err
 	}
+	if state.untold {
+		return Undo{}, ErrUntold
+	}
 	return c.execute(append(state.surplus(families), state.missing(families)...))
 }
 
@@ -199,7 +208,8 @@ func (c *Conn) thin(ctx context.Context, state *State, families redirection.Fami
 		if err != nil {
 			return err
 		}
-		state.rules, state.routes, state.moreRules, state.moreRoutes = rest.rules, rest.routes, rest.moreRules, rest.moreRoutes
+		rest.loopbackUp, rest.ipv6 = state.loopbackUp, state.ipv6
+		*state = *rest
 	}
 	return nil
 }
@@ -210,7 +220,7 @@ const maxRequests = 256
 // Remove deletes our rules and routes in both families, and nothing else.
 func (c *Conn) Remove(state *State) error {
 	requests := state.surplus(0)
-	if state.moreRules > 0 || state.moreRoutes > 0 { // ours may be among those that were not read
+	if state.moreRules > 0 || state.moreRoutes > 0 || state.untold { // ours may be among those that were not read
 		for _, added := range slices.Backward((&State{}).missing(redirection.DualStack)) {
 			requests = append(requests, added.inverse())
 		}

@@ -22,6 +22,7 @@ type State struct {
 	routes     []entry // in our table
 	moreRules  int     // so many were read, of all priorities, and there are more; 0 if those are all
 	moreRoutes int     // likewise, of our table
+	untold     bool    // one of the routes could not be read, nor those behind it
 }
 
 // entry is a rule or a route.

@@ -12,8 +12,25 @@ import (
 // Dump sends requests that read, of which the last is a dump, and returns the messages that answer them. It fails with
 // [ErrInterrupted] if what was dumped changed meanwhile, with an [Error] if the kernel refuses one of the requests, and
 // with [ErrTooLong] once it has read more than limit bytes, an answer's first ones of which it returns then: in a pod's
-// namespace, the pod decides how much there is.
+// namespace, the pod decides how much there is. It returns [ErrTooWide] with what it has read before a message that the
+// kernel cannot make.
 func (s *Socket) Dump(requests []byte, limit int) ([]byte, error) {
+	for start := len(*s.buffer); ; *s.buffer = (*s.buffer)[:start] {
+		offered := s.offered
+		answer, err := s.dump(requests, limit)
+		var refusal Error
+		if !errors.As(err, &refusal) || refusal.Errno != unix.EMSGSIZE {
+			return answer, err
+		}
+		// The kernel makes messages as long as the room that was offered to the answer before, and of 4 KiB to begin
+		// with (netlink_dump, net/netlink/af_netlink.c): so it is asked again until it had all that it ever takes.
+		if s.room = maxDatagram; offered == maxDatagram {
+			return answer, ErrTooWide
+		}
+	}
+}
+
+func (s *Socket) dump(requests []byte, limit int) ([]byte, error) {
 	if err := s.send(requests); err != nil {
 		return nil, err
 	}
@@ -26,11 +43,12 @@ func (s *Socket) Dump(requests []byte, limit int) ([]byte, error) {
 		}
 		end := len(*s.buffer) - len(datagram)
 		part, err := scan(datagram)
-		if err != nil {
-			return nil, errors.Join(err, s.renew())
-		}
 		interrupted = interrupted || part.interrupted
 		switch {
+		case part.done && err != nil:
+			return (*s.buffer)[start : end+part.length], err
+		case err != nil:
+			return nil, errors.Join(err, s.renew())
 		case part.done && interrupted:
 			return nil, ErrInterrupted
 		case part.done:
@@ -92,6 +110,9 @@ func (s *Socket) Scan(ctx context.Context, requests []byte, take func(Message) (
 // ErrTooLong means that a dump goes on after as much of it as the caller wanted to read.
 var ErrTooLong = errors.New("netlink dump is longer than what is read of it")
 
+// ErrTooWide means that a dump ended early, at something of which not even one message of the greatest length can tell.
+var ErrTooWide = errors.New("netlink dump has a message that is longer than the kernel can make it")
+
 // ErrInterrupted means that a dump is no consistent picture, because something changed while it ran. Asking again helps.
 var ErrInterrupted = errors.New("netlink dump interrupted by a change")
 
@@ -110,11 +131,11 @@ func scan(datagram []byte) (dumpPart, error) {
 		if err != nil {
 			return dumpPart{}, err
 		}
+		part.done = m.Type == unix.NLMSG_DONE
 		if err := m.Failure(); err != nil {
-			return dumpPart{}, err
+			return part, err
 		}
 		part.interrupted = part.interrupted || m.Flags&unix.NLM_F_DUMP_INTR != 0
-		part.done = m.Type == unix.NLMSG_DONE
 		rest = after
 	}
 	return part, nil

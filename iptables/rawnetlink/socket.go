@@ -53,6 +53,7 @@ type Socket struct {
 	protocol int
 	strict   bool
 	room     int                         // that is offered to dumps
+	offered  int                         // that has been offered to an answer
 	run      func(fn func() error) error // enters its network namespace
 	owner    *Sockets
 	buffer   *[]byte
@@ -100,7 +101,7 @@ func (s *Socket) renew() error {
 		return err
 	}
 	old := &Socket{fd: s.fd}
-	s.fd = fd
+	s.fd, s.offered = fd, 0
 	if s.strict {
 		err = s.SetStrict()
 	}
@@ -180,8 +181,9 @@ func (s *Socket) SetStrict() error {
 	return nil
 }
 
-// ExpectShort has dumps hold messages of less than 8 KiB each, as those of rtnetlink are that tell of
-// policy rules and of routes with less than a hundred ways to go. Then the kernel takes less memory for each dump, and less time to find it.
+// ExpectShort has dumps hold messages of less than 8 KiB each, as those of rtnetlink are that tell of policy rules and of
+// routes with less than a hundred ways to go. Then the kernel takes less memory for each dump, and less time to find it.
+// [Socket.Dump] asks again with more room where that is too little.
 func (s *Socket) ExpectShort() { s.room = maxAnswer }
 
 // Execute sends requests that change something and returns what the kernel refused, in order. Of the requests, at least
@@ -281,6 +283,7 @@ func (s *Socket) receive(room int) ([]byte, error) {
 		return nil, fmt.Errorf("reading the kernel's answer: %w", err)
 	}
 	*s.buffer = (*s.buffer)[:used+n]
+	s.offered = max(s.offered, room)
 	return (*s.buffer)[used : used+n], nil
 }
 
