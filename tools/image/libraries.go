@@ -62,7 +62,7 @@ func needs(content []byte) (names []string, loader string, err error) {
 	if err != nil {
 		return nil, "", fmt.Errorf("reading it as a Linux program: %w", err)
 	}
-	defer file.Close()
+	defer func() { _ = file.Close() }() // it was only read
 	for _, p := range file.Progs {
 		if p.Type != elf.PT_INTERP {
 			continue
