@@ -73,7 +73,8 @@ func runInside(ctx context.Context, args []string, std streams) (err error) {
 		defer func() {
 			// It is gone, unless the cluster did not get as far as that.
 			if removeErr := os.Remove(cfg.Dir); removeErr != nil && !errors.Is(removeErr, os.ErrNotExist) {
-				err = errors.Join(err, removeErr)
+				// Without %w for what the command did: its code would hide this.
+				err = fmt.Errorf("removing the directory of a cluster that is down: %w (before that: %v)", removeErr, err) //nolint:errorlint // see above
 			}
 		}()
 	}

@@ -47,7 +47,7 @@ func run(ctx context.Context, args []string, std streams) int {
 	switch {
 	case err == nil, errors.Is(err, flag.ErrHelp):
 		return 0
-	case errors.As(err, &exit) && err == error(exit):
+	case errors.As(err, &exit):
 		return int(exit)
 	}
 	fmt.Fprintf(std.err, "devcluster: %v\n", err)

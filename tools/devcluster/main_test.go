@@ -162,27 +162,45 @@ func TestKilledRun(t *testing.T) {
 	_ = syscall.Kill(pid, syscall.SIGKILL)
 }
 
-// An `up` that is killed half-way leaves what down finds.
+// An `up` that is killed half-way leaves what down finds: as soon as there is a node, and
+// with the runtime of a node that runs pods.
 func TestKilledUp(t *testing.T) {
+	for nodes, sign := range []string{"cluster.json", "nodes/node1/run/containerd/containerd.sock"} {
+		t.Run(fmt.Sprintf("nodes=%d", nodes), func(t *testing.T) { killedUp(t, nodes, sign) })
+	}
+}
+
+func killedUp(t *testing.T, nodes int, sign string) {
 	dir := clusterDir(t)
-	cmd := start(t, dir, "up", "--dir", dir)
+	cmd := start(t, dir, "up", "--dir", dir, fmt.Sprintf("--nodes=%d", nodes))
 	var process node.Process
 	eventually(t, "no node was started", func() (ok bool) {
 		process, ok = nodeOf(dir)
-		return ok
+		_, err := os.Stat(filepath.Join(dir, sign))
+		return ok && err == nil
 	})
 	if err := cmd.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
 	_ = cmd.Wait()
+	state, err := cluster.Load(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cgroups := state.Cgroups
+	if (len(cgroups) > 0) != (nodes > 0) {
+		t.Errorf("the state names the cgroups %v", cgroups)
+	}
 	if code, _, stderr := call("down", "--dir", dir); code != 0 {
 		t.Fatalf("down: %s", stderr)
 	}
 	if process.Alive() {
 		t.Error("the node is still there")
 	}
-	if _, err := os.Stat(dir); err == nil {
-		t.Errorf("%s is still there", dir)
+	for _, path := range append(cgroups, dir) {
+		if _, err := os.Stat(path); err == nil {
+			t.Errorf("%s is still there", path)
+		}
 	}
 }
 

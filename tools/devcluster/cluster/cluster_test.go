@@ -10,6 +10,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -126,7 +127,7 @@ func look(t *testing.T, dir string, state *State) traces {
 		}
 	}
 	_ = filepath.WalkDir("/sys/fs/cgroup", func(path string, entry fs.DirEntry, err error) error {
-		if err == nil && entry.IsDir() && state != nil && containsAny(path, state.Cgroups) {
+		if err == nil && entry.IsDir() && ours(state, path) {
 			seen.cgroups = append(seen.cgroups, path)
 		}
 		return nil
@@ -157,13 +158,11 @@ func belongs(proc, dir string, namespaces map[string]bool) bool {
 	return err == nil && bytes.Contains(cmdline, []byte(dir+"/"))
 }
 
-func containsAny(path string, roots []string) bool {
-	for _, root := range roots {
-		if path == root || strings.HasPrefix(path, root+"/") {
-			return true
-		}
-	}
-	return false
+// ours says whether a cgroup is one of the cluster, or below one.
+func ours(state *State, path string) bool {
+	return state != nil && slices.ContainsFunc(state.Cgroups, func(root string) bool {
+		return path == root || strings.HasPrefix(path, root+"/")
+	})
 }
 
 // gone fails the test if anything that was not there before is left. Namespaces are known by
@@ -224,20 +223,22 @@ func TestAPIServerOnly(t *testing.T) {
 }
 
 // What the API server does not accept ends the start at once, with its own words, and
-// nothing stays.
+// nothing stays, also of what was started beside it.
 func TestFailedStartLeavesNothing(t *testing.T) {
-	cfg := testConfig(t, 0)
-	cfg.APIServerFlags = []string{"--no-such-flag=1"}
-	before := look(t, cfg.Dir, nil)
-	started := time.Now()
-	_, err := Up(t.Context(), cfg, node.UntilStopped)
-	if err == nil || !strings.Contains(err.Error(), "unknown flag: --no-such-flag") {
-		t.Errorf("got %v, want kube-apiserver's own words", err)
+	for nodes := range MaxNodes + 1 {
+		cfg := testConfig(t, nodes)
+		cfg.APIServerFlags = []string{"--no-such-flag=1"}
+		before := look(t, cfg.Dir, nil)
+		started := time.Now()
+		_, err := Up(t.Context(), cfg, node.UntilStopped)
+		if err == nil || !strings.Contains(err.Error(), "unknown flag: --no-such-flag") {
+			t.Errorf("%d nodes: got %v, want kube-apiserver's own words", nodes, err)
+		}
+		if took := time.Since(started); took > apiDeadline/2 {
+			t.Errorf("%d nodes: it took %s to notice", nodes, took)
+		}
+		gone(t, cfg, nil, before, traces{})
 	}
-	if took := time.Since(started); took > apiDeadline/2 {
-		t.Errorf("it took %s to notice", took)
-	}
-	gone(t, cfg, nil, before, traces{})
 }
 
 // An interrupt at any time leaves nothing.

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -111,9 +112,17 @@ func TestTwoNodes(t *testing.T) {
 }
 
 // A static pod starts from a file in the node's directory; a plugin that somebody installs
-// on the node is what the runtime calls; an image from a file is there.
+// on the node is what the runtime calls, containerd 2 with STATUS too; an image from a file
+// is there.
 func TestNodeIsOpenForItsUsers(t *testing.T) {
+	for version, verbs := range map[int][]string{1: {"ADD ", "DEL "}, 2: {"ADD ", "DEL ", "STATUS "}} {
+		t.Run(fmt.Sprintf("containerd %d", version), func(t *testing.T) { openForItsUsers(t, version, verbs) })
+	}
+}
+
+func openForItsUsers(t *testing.T, version int, verbs []string) {
 	cfg := testConfig(t, 1)
+	cfg.Containerd = version
 	images := t.TempDir()
 	custom, err := busyboxImage(t.Context(), "/usr/bin/busybox")
 	if err != nil {
@@ -145,7 +154,7 @@ func TestNodeIsOpenForItsUsers(t *testing.T) {
 	// before.
 	var calls, name string
 	pods := 0
-	eventually(t, "the plugin was not called for ADD and DEL", func() bool {
+	eventually(t, fmt.Sprintf("the plugin was not called with all of %v", verbs), func() bool {
 		pods++
 		name = fmt.Sprintf("recorded-%d", pods)
 		mustKubectl(t, state, pod(name, "node1", "", wait), "apply", "-f", "-")
@@ -153,7 +162,7 @@ func TestNodeIsOpenForItsUsers(t *testing.T) {
 		mustKubectl(t, state, "", "delete", "pod", name, "--timeout=60s")
 		content, err := os.ReadFile(filepath.Join(state.NodeDir(0), "run", "calls"))
 		calls = string(content)
-		return err == nil && strings.Contains(calls, "ADD ") && strings.Contains(calls, "DEL ")
+		return err == nil && !slices.ContainsFunc(verbs, func(verb string) bool { return !strings.Contains(calls, verb) })
 	})
 	t.Logf("the runtime called the plugin with pod %d", pods)
 	if !strings.Contains(calls, "/var/run/netns/cni-") || !strings.Contains(calls, "K8S_POD_NAME="+name) {

@@ -39,6 +39,7 @@ func Up(ctx context.Context, cfg Config, life node.Lifetime) (*State, error) {
 		return nil, err
 	}
 	started := time.Now()
+	fmt.Fprintf(cfg.Progress, "starting a cluster in %s\n", cfg.Dir)
 	state := &State{Dir: cfg.Dir, Workers: cfg.Nodes, AuditLog: cfg.AuditLog, Programs: bin.kubernetes}
 	if err := bringUp(ctx, cfg, state, bin, life); err != nil {
 		// ctx may be what ended it.

@@ -198,11 +198,17 @@ func (p Process) open() (int, error) {
 		return -1, fmt.Errorf("opening process %d: %w", p.PID, err)
 	}
 	// Only now that the pid cannot change hands any more is it worth comparing.
-	if now, err := Identify(p.PID); err != nil || now != p {
+	if !p.holdsPID() {
 		unix.Close(fd)
 		return -1, nil
 	}
 	return fd, nil
+}
+
+// holdsPID says whether the pid is still this process'.
+func (p Process) holdsPID() bool {
+	now, err := Identify(p.PID)
+	return err == nil && now == p
 }
 
 // InNetns calls f on a thread in the node's network namespace, and ends that thread after.
