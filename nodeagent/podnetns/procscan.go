@@ -27,9 +27,9 @@ const (
 	// looked at again, some 2 ms.
 	checkContextEvery = 256
 
-	// judgedAtOnce is how many candidates are looked into in one visit. Four times as many
-	// descriptors are open at most besides those of what was found: a batch in the making,
-	// one that waits, and one whose netns and sockets are open.
+	// judgedAtOnce is how many candidates are looked into in one visit. Five times as many
+	// descriptors are open at most besides those of what was found: a batch that waits, and
+	// two whose netns and sockets are open.
 	judgedAtOnce = 8
 )
 
@@ -103,22 +103,30 @@ func (s *search) fromProcesses(ctx context.Context) error {
 	return nil
 }
 
-// judging runs look, which hands over candidates, and judges them meanwhile. It returns
-// when all are judged.
+// judging runs look, which hands over candidates, and judges them meanwhile. Whoever looks
+// judges as well when there is more than the other gets done. It returns when all are
+// judged.
 func (s *search) judging(look func(found func(candidate)) error) error {
 	batches := make(chan []candidate, 1)
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
+		own := newSurveyor(s.host)
 		for batch := range batches {
-			s.judge(batch)
+			s.judge(own, batch)
 		}
 	}()
 	batch := make([]candidate, 0, judgedAtOnce)
 	err := look(func(c candidate) {
-		if batch = append(batch, c); len(batch) == cap(batch) {
-			batches <- batch
+		if batch = append(batch, c); len(batch) < cap(batch) {
+			return
+		}
+		select {
+		case batches <- batch:
 			batch = make([]candidate, 0, judgedAtOnce)
+		default:
+			s.judge(s.surveyor, batch)
+			batch = batch[:0]
 		}
 	})
 	batches <- batch
@@ -128,18 +136,24 @@ func (s *search) judging(look func(found func(candidate)) error) error {
 }
 
 // judge claims the netns of each candidate for its pod, or notes why it is not the pod's.
-func (s *search) judge(batch []candidate) {
-	var files []*os.File
-	var of []candidate
+// Only looking into them happens side by side.
+func (s *search) judge(with *surveyor, batch []candidate) {
+	files := make([]*os.File, 0, judgedAtOnce)
+	of := make([]candidate, 0, judgedAtOnce)
 	for _, c := range batch {
 		file, err := c.open()
 		if err != nil {
+			s.claiming.Lock()
 			c.pod.note("process "+c.pid, err)
+			s.claiming.Unlock()
 			continue
 		}
 		files, of = append(files, file), append(of, c)
 	}
-	for i, v := range s.surveyor.survey(files...) {
+	found := with.survey(files...)
+	s.claiming.Lock()
+	defer s.claiming.Unlock()
+	for i, v := range found {
 		of[i].group.judged = append(of[i].group.judged, of[i].pod.UID)
 		if err := s.claimProcess(of[i], v); err != nil {
 			of[i].pod.note("process "+of[i].pid, err)
@@ -215,7 +229,7 @@ func (s *search) examineRest(ctx context.Context, g *group) error {
 		if i%checkContextEvery == 0 && ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		s.examine(g, pid, func(c candidate) { s.judge([]candidate{c}) })
+		s.examine(g, pid, func(c candidate) { s.judge(s.surveyor, []candidate{c}) })
 	}
 	g.rest = nil
 	return nil

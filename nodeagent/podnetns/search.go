@@ -10,6 +10,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 
 	"golang.org/x/sys/unix"
 )
@@ -27,6 +28,8 @@ type search struct {
 	byIP  map[netip.Addr][]*pursuit
 	owner map[Key]*pursuit // who has, or shares, a claim to a netns
 	procs *processes       // nil until the pass over them
+
+	claiming sync.Mutex // held while candidates are judged
 }
 
 // pursuit is the search for one pod's netns. It ends with a netns, or an error.
