@@ -44,7 +44,10 @@ type Reporter interface {
 // silent is the Reporter of pods that nobody looks at.
 type silent struct{}
 
-func (silent) State(workload.Pod, State)          {}
+// State is part of Reporter, as the next.
+func (silent) State(workload.Pod, State) {}
+
+// Event says nothing.
 func (silent) Event(workload.Pod, Reason, string) {}
 
 // reportState tells how an enrolled pod stands.

@@ -30,6 +30,7 @@ type SelectorSpec struct {
 // selects nothing.
 type Selector struct {
 	pod, namespace labels.Selector
+	text           string // see String
 }
 
 // DefaultSelectors are the ecosystem's: the pod's own label, or its namespace's
@@ -74,7 +75,9 @@ func (s SelectorSpec) parse() (Selector, error) {
 		return Selector{}, errors.New("podSelector and namespaceSelector are both empty, which would select every pod; " +
 			"if that is meant, select namespaces in which kubernetes.io/metadata.name exists")
 	}
-	return Selector{pod: pod, namespace: namespace}, nil
+	selector := Selector{pod: pod, namespace: namespace}
+	selector.text = selector.describe() // once: it is part of the decision on each pod
+	return selector, nil
 }
 
 func (s Selector) matches(p Pod) bool {
@@ -83,9 +86,14 @@ func (s Selector) matches(p Pod) bool {
 
 // String names the labels asked for, as in "pods istio.io/dataplane-mode=ambient".
 func (s Selector) String() string {
-	switch {
-	case s.pod == nil:
+	if s.pod == nil {
 		return "nothing"
+	}
+	return s.text
+}
+
+func (s Selector) describe() string {
+	switch {
 	case s.namespace.Empty():
 		return fmt.Sprintf("pods %s", s.pod)
 	case s.pod.Empty():
