@@ -133,8 +133,12 @@ func (d demoted) Enabled(ctx context.Context, level slog.Level) bool {
 	return level >= mostVerbose && d.Handler.Enabled(ctx, slog.LevelDebug)
 }
 
+// Handle asks itself, because logr does not before it hands over an error.
 func (d demoted) Handle(ctx context.Context, record slog.Record) error {
 	record.Level = slog.LevelDebug
+	if !d.Handler.Enabled(ctx, record.Level) {
+		return nil
+	}
 	return d.Handler.Handle(ctx, record)
 }
 
