@@ -7,7 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
+	"ambientd/iptables/policyroute"
 	"ambientd/nodeagent/podnetns"
 )
 
@@ -74,7 +76,7 @@ func (e *Enroller) Enrolled() []string {
 
 // Audit compares an enrolled pod with the kernel, the registry and the proxy's set,
 // and puts right what differs. ok is false for a pod that is not enrolled, or that
-// something else is done to until ctx ends. A healthy pod costs no write.
+// something else is done to until ctx ends, or that is ending. A healthy pod costs no write.
 func (e *Enroller) Audit(ctx context.Context, uid string) (f Finding, ok bool) {
 	release, err := e.turns.take(ctx, uid)
 	if err != nil {
@@ -86,13 +88,33 @@ func (e *Enroller) Audit(ctx context.Context, uid string) (f Finding, ok bool) {
 	if !enrolled || !p.done || !pinned {
 		return Finding{}, false
 	}
-	defer func() { e.reportFinding(p, f) }()
 	f = Finding{Pod: p.pod.String(), UID: uid}
-	if e.hasMoved(ctx, p, ns, &f) {
-		return f, true
+	if !e.hasMoved(ctx, p, ns, &f) {
+		f.Err = errors.Join(e.auditRules(ctx, p, ns, &f), e.auditIdentity(p, &f), e.auditProxy(p, ns, &f))
 	}
-	f.Err = errors.Join(e.auditRules(ctx, p, ns, &f), e.auditIdentity(p, &f), e.auditProxy(p, ns, &f))
+	if p.isEnding(f.Err, time.Now()) {
+		return Finding{}, false
+	}
+	e.reportFinding(p, f)
 	return f, true
+}
+
+// endingTime is how long a pod whose loopback device has gone down is taken to be ending. The
+// runtime's loopback plugin takes it down before our plugin has its DEL, on the way of which
+// are one or two more; with it go the routes, and the kernel tells of that.
+const endingTime = 3 * time.Second
+
+// isEnding tells whether an audit has failed because the runtime takes the pod's network
+// down. That is no failure to tell of: its DEL is on the way. The caller holds the pod's turn.
+func (p *enrolment) isEnding(failure error, now time.Time) bool {
+	if !errors.Is(failure, policyroute.ErrLoopbackDown) {
+		p.loopbackDown = time.Time{}
+		return false
+	}
+	if p.loopbackDown.IsZero() {
+		p.loopbackDown = now
+	}
+	return now.Sub(p.loopbackDown) < endingTime
 }
 
 func (e *Enroller) auditRules(ctx context.Context, p *enrolment, ns *podnetns.Netns, f *Finding) error {

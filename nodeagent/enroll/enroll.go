@@ -190,6 +190,9 @@ type enrolment struct {
 	malformed []workload.Malformed
 	// done is false while the parts are being put in place for the first time.
 	done bool
+	// loopbackDown is since when audits have found the pod's loopback device down. The turn alone
+	// protects it.
+	loopbackDown time.Time
 }
 
 // New returns an Enroller with no pod enrolled.

@@ -9,6 +9,9 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
 
 	"ambientd/cni-plugin/podevent"
 	"ambientd/nodeagent/admin"
@@ -92,6 +95,46 @@ func TestReports(t *testing.T) {
 
 	want(t, r.del(t.Context(), pod, "c-web", nil), podevent.ResultWithdrawn)
 	told.want(t, "web out")
+}
+
+// TestAuditLeavesEndingPodAlone: at a pod's end the runtime takes its loopback device down
+// before our plugin is called. Nobody is told that rules of such a pod are lost and cannot be
+// put back, unless it stays so.
+func TestAuditLeavesEndingPodAlone(t *testing.T) {
+	told := &reports{}
+	r := newRig(t, func(c *enroll.Config) { c.Reporter = told })
+	r.proxy(t, nil)
+	pod := r.meshed("web", "web")
+	ns := r.running(t, pod, 1)
+	set := func(change func(netlink.Link) error) {
+		ns.Do(t, func() error {
+			lo, err := netlink.LinkByName("lo")
+			if err != nil {
+				return err
+			}
+			return change(lo)
+		})
+	}
+	told.take()
+	set(netlink.LinkSetDown)
+	if f, ok := r.Audit(t.Context(), pod.UID); ok {
+		t.Errorf("while it ends: %+v", f)
+	}
+	told.want(t)
+	set(netlink.LinkSetUp)
+	if f, ok := r.Audit(t.Context(), pod.UID); !ok || f.Err != nil || len(f.Differences) == 0 {
+		t.Errorf("the device is up again: %+v, %t", f, ok)
+	}
+	told.want(t, "web Repaired: ", "web enabled")
+	set(netlink.LinkSetDown)
+	regular := time.NewTicker(100 * time.Millisecond)
+	defer regular.Stop()
+	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); <-regular.C {
+		if f, ok := r.Audit(t.Context(), pod.UID); ok && f.Err != nil {
+			break
+		}
+	}
+	told.want(t, "web EnrolmentFailed: it cannot be audited or repaired: ")
 }
 
 func TestReportsOfFailures(t *testing.T) {
