@@ -59,6 +59,10 @@ const (
 	ResultOK = "ok"
 )
 
+// ReasonUnrecorded answers a DEL for which there was nothing to do, in [Reply.Reason]. A runtime
+// repeats the DEL of each sandbox a few times.
+const ReasonUnrecorded = "the attachment is not recorded here"
+
 // The CNI error codes that cross this border, in [Error.Code]. Codes below 100 are those of the CNI
 // specification (section "Error"); from 100 on a plugin may define its own.
 const (

@@ -60,7 +60,7 @@ func (e *Enroller) detach(ctx context.Context, of podevent.Attachment, a attachm
 // delUnrecorded serves a DEL whose ADD is not recorded here. Only the netns can
 // tell whose it is; without one there is nothing to do.
 func (e *Enroller) delUnrecorded(ctx context.Context, netns *os.File) (podevent.Reply, error) {
-	unknown := podevent.Reply{Result: podevent.ResultWithdrawn, Reason: "the attachment is not recorded here"}
+	unknown := podevent.Reply{Result: podevent.ResultWithdrawn, Reason: podevent.ReasonUnrecorded}
 	if netns == nil {
 		return unknown, nil
 	}

@@ -200,7 +200,11 @@ func (s *Spool) handle(ctx context.Context, req podevent.Request, written time.T
 		log.Warn("event of the spool failed", "err", reply.Error)
 		return
 	}
-	log.Info("event of the spool taken up", "result", reply.Result, "reason", reply.Reason)
+	level := slog.LevelInfo
+	if reply.Reason == podevent.ReasonUnrecorded {
+		level = slog.LevelDebug // of a pod that was not in the mesh yet: each of its attempts to start leaves one
+	}
+	log.Log(ctx, level, "event of the spool taken up", "result", reply.Result, "reason", reply.Reason)
 }
 
 // isNoEvent tells what a file holds, or is, from a failure to read it.

@@ -330,8 +330,12 @@ func (s *Server) log(ctx context.Context, req podevent.Request, o outcome) {
 	addText("container", req.ContainerID)
 	addText("pod", req.Pod.String())
 	addText("uid", req.Pod.UID)
-	if req.Command == podevent.CommandAdd || req.Command == podevent.CommandDel || req.Command == podevent.CommandGC {
+	switch req.Command {
+	case podevent.CommandAdd, podevent.CommandDel, podevent.CommandGC:
 		level = slog.LevelInfo
+	}
+	if o.reply.Reason == podevent.ReasonUnrecorded {
+		level = slog.LevelDebug // a repeated DEL
 	}
 	if o.reply.Error != nil {
 		level = slog.LevelWarn

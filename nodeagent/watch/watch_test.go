@@ -439,6 +439,8 @@ func TestLog(t *testing.T) {
 	}{
 		{"skipped", "ADD", reply, with(add, map[string]any{"level": "INFO", "result": "skipped", "reason": "namespace is not labelled"})},
 		{"failed", "ADD", failure, with(add, map[string]any{"level": "WARN", "code": 100.0, "err": "no; do"})},
+		{"repeated", "DEL", podevent.Reply{Result: podevent.ResultWithdrawn, Reason: podevent.ReasonUnrecorded},
+			with(add, map[string]any{"level": "DEBUG", "command": "DEL", "result": "withdrawn", "reason": podevent.ReasonUnrecorded})},
 		{"asked", "STATUS", podevent.Reply{Result: podevent.ResultOK}, map[string]any{
 			"msg": "cni event", "level": "DEBUG", "command": "STATUS", "network": "testnet", "result": "ok",
 		}},
