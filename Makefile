@@ -28,6 +28,7 @@ help: ## Show these targets.
 	echo
 	echo "  ARGS=...         arguments for demo (--json, --hold, --redirection=iptables), bench, lint (--fix)"
 	echo '  TESTFLAGS=...    flags for go test (-short, -run=NAME, -count=1)'
+	echo '  NODES=1          a smaller cluster for e2e; NODE_PROXY=ztunnel another node proxy'
 	echo '  VERSION=...      the version stamped into the binaries; from git unless given'
 
 .PHONY: require-go
@@ -104,6 +105,20 @@ test-api: require-test devcluster ## Run the tests that need a Kubernetes API se
 	packages=$$($(COMMON) api_test_packages) && \
 		CGO_ENABLED=1 go test -race -tags=apitest -run='^$$' -exec=true $$packages >/dev/null && \
 		CGO_ENABLED=1 out/devcluster run --nodes=0 -- go test -race -tags=apitest $(TESTFLAGS) $$packages
+
+# How many nodes the end-to-end tests get, and what is the node proxy on them.
+NODES ?= 2
+NODE_PROXY ?= devproxy
+
+# Compiled before the cluster is there, as for test-api.
+.PHONY: e2e
+e2e: require-test devcluster image ## Run ambientd on a real cluster of NODES=2 and see what becomes of pods (as root).
+	$(COMMON) require_commands containerd:containerd runc:runc busybox:busybox-static
+	$(COMMON) require_node_proxy $(NODE_PROXY) $(TARGET_ARCH)
+	CGO_ENABLED=1 go test -race -tags=e2e -run='^$$' -exec=true ./tools/e2e >/dev/null
+	CGO_ENABLED=1 E2E_NODE_PROXY=$(NODE_PROXY) out/devcluster run --nodes=$(NODES) \
+		$(patsubst %,--image=out/image/%.tar,ambientd testapp $(NODE_PROXY)) -- \
+		go test -race -tags=e2e -v -count=1 -timeout=15m $(TESTFLAGS) ./tools/e2e
 
 .PHONY: test-devcluster
 test-devcluster: require-test devcluster ## Run the tests of the cluster that test-api uses (as root).

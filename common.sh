@@ -168,6 +168,19 @@ api_test_packages() {
 		sed 's#/[^/]*$##' | sort -u
 }
 
+# require_node_proxy NAME ARCHITECTURE: dies unless NAME is a node proxy for which the end-to-end
+# tests have an image and a manifest.
+require_node_proxy() {
+	case $1 in
+		devproxy) ;;
+		ztunnel)
+			[ -x "out/$2/ztunnel" ] ||
+				die "NODE_PROXY=ztunnel needs out/$2/ztunnel, which is not there: make ztunnel fetches it"
+			;;
+		*) die "NODE_PROXY=$1 is not known: devproxy or ztunnel" ;;
+	esac
+}
+
 # copy_tree DESTINATION: copies the checkout as it is in the work tree, without git's
 # own files and without what was built.
 copy_tree() {
