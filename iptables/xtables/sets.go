@@ -25,7 +25,13 @@ func RemoveProbeSets(run redirection.Runner) (found bool, err error) {
 		return false, nil
 	}
 	for _, name := range []string{redirection.ProbeSetIPv4, redirection.ProbeSetIPv6} {
-		failure := run(func() error { return netlink.IpsetDestroy(name) })
+		failure := run(func() error {
+			// Destroying one that is not there is no error to the kernel, unless it is asked to make it one.
+			if _, err := netlink.IpsetList(name); err != nil {
+				return err
+			}
+			return netlink.IpsetDestroy(name)
+		})
 		switch {
 		case failure == nil:
 			found = true
