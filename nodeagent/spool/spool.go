@@ -210,7 +210,8 @@ func (s *Spool) handle(ctx context.Context, req podevent.Request, written time.T
 // isNoEvent tells what a file holds, or is, from a failure to read it.
 func isNoEvent(err error) bool {
 	_, otherVersion := errors.AsType[*podevent.VersionError](err)
-	return otherVersion || errors.Is(err, podevent.ErrMalformed) || errors.Is(err, syscall.ELOOP)
+	// The last two are a symbolic link's and a socket's.
+	return otherVersion || errors.Is(err, podevent.ErrMalformed) || errors.Is(err, syscall.ELOOP) || errors.Is(err, syscall.ENXIO)
 }
 
 // dropStale removes what a plugin left that was killed while it wrote.

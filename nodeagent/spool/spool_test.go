@@ -139,6 +139,7 @@ func TestDrainRemovesWhatIsNoEvent(t *testing.T) {
 	}
 	must(t, os.Symlink(outside, filepath.Join(dir, "0-link.json")))
 	must(t, syscall.Mkfifo(filepath.Join(dir, "0-fifo.json"), 0o600))
+	must(t, syscall.Mknod(filepath.Join(dir, "0-socket.json"), syscall.S_IFSOCK|0o600, 0))
 	must(t, os.Mkdir(filepath.Join(dir, "0-dir"), 0o700))
 	leave(t, dir, "c1")
 	must(t, s.Drain(t.Context()))
@@ -146,8 +147,8 @@ func TestDrainRemovesWhatIsNoEvent(t *testing.T) {
 		t.Errorf("taken: %q", got)
 	}
 	empty(t, dir)
-	if n := strings.Count(lines.String(), "is no event of the plugin's"); n != 8 {
-		t.Errorf("%d lines, want 8:\n%s", n, lines)
+	if n := strings.Count(lines.String(), "is no event of the plugin's"); n != 9 {
+		t.Errorf("%d lines, want 9:\n%s", n, lines)
 	}
 	if content, err := os.ReadFile(outside); err != nil || string(content) != "keep" {
 		t.Errorf("what the link led to: %q, %v", content, err)
