@@ -131,6 +131,16 @@ func (e *Enroller) converge(ctx context.Context, again retries) {
 			e.cfg.Logger.Warn("pod does not follow its object yet, it is tried again", "uid", uid, "err", err)
 		}
 	}
+	e.reportUnfound(again.unfound(p.enrol))
+}
+
+// reportUnfound tells of pods that run and are not found.
+func (e *Enroller) reportUnfound(pods []workload.Pod) {
+	for _, pod := range pods {
+		e.cfg.Logger.Warn("running pod stays outside the mesh: its network namespace is not found; the agent has to see the host's processes "+
+			"(--proc-root) and /var/run/netns", "pod", pod.String(), "uid", pod.UID)
+		e.cfg.Reporter.Event(pod, ReasonFailed, "it is outside the mesh: the agent does not find its network namespace")
+	}
 }
 
 // enrolRunning finds the netns of the pods in one pass and enrols those found. A

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
 
 	"ambientd/nodeagent/podnetns"
 	"ambientd/nodeagent/workload"
@@ -27,20 +28,28 @@ const (
 	// the same time, because one pass over the processes costs the same for all. A pod
 	// that is yet to start is not found, as a rule, and its ADD does not wait for this.
 	searchTick = 30 * time.Second
+
+	// searchesToTell is after how many of them a pod that should have been found is told of.
+	searchesToTell = 2
 )
 
 // retries knows by pod UID when it is to be tried again.
 type retries map[string]retry
 
 type retry struct {
-	at    time.Time
-	pause time.Duration
+	at       time.Time
+	pause    time.Duration
+	searches int  // in a row that did not find it running
+	told     bool // of them
 }
 
 // note counts an attempt that left the pod outside for the reason given.
 func (r retries) note(uid string, why error, now time.Time) {
 	if errors.Is(why, podnetns.ErrNotFound) {
-		r[uid] = retry{at: now.Truncate(searchTick).Add(searchTick), pause: searchTick}
+		r[uid] = retry{
+			at: now.Truncate(searchTick).Add(searchTick), pause: searchTick,
+			searches: r[uid].searches + 1, told: r[uid].told,
+		}
 		return
 	}
 	pause := firstRetry
@@ -50,6 +59,23 @@ func (r retries) note(uid string, why error, now time.Time) {
 	// Spread by a fifth either way, so that pods that failed together part.
 	jittered := pause*4/5 + rand.N(pause*2/5)
 	r[uid] = retry{at: now.Add(jittered), pause: pause}
+}
+
+// unfound returns the pods that run, as their objects say, and were not found when that was
+// so for a while: one search comes too early now and then. Each is returned once. A pod
+// whose object does not say is yet to start, as a rule.
+func (r retries) unfound(pods []workload.Pod) []workload.Pod {
+	var unfound []workload.Pod
+	for _, pod := range pods {
+		next := r[pod.UID]
+		if next.searches < searchesToTell || next.told || pod.Phase != corev1.PodRunning || len(pod.IPs) == 0 {
+			continue
+		}
+		next.told = true
+		r[pod.UID] = next
+		unfound = append(unfound, pod)
+	}
+	return unfound
 }
 
 // keep forgets all pods but those given.

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package enroll
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"ambientd/nodeagent/podnetns"
+	"ambientd/nodeagent/workload"
+)
+
+// A pod that runs and is not found is told of once, after the second search. One that is
+// yet to start is not, nor one that was found meanwhile.
+func TestUnfound(t *testing.T) {
+	notFound := fmt.Errorf("no process: %w", podnetns.ErrNotFound)
+	running := workload.Pod{UID: "u", Namespace: "shop", Name: "web", Phase: corev1.PodRunning, IPs: []netip.Addr{netip.MustParseAddr("10.0.0.2")}}
+	pending, bare := running, running
+	pending.Phase = corev1.PodPending
+	bare.IPs = nil
+	for name, tc := range map[string]struct {
+		pod      workload.Pod
+		outcomes []error
+		told     int // at which outcome, from 1; 0 for never
+	}{
+		"runs, and is not found":     {running, []error{notFound, notFound, notFound}, 2},
+		"is found the second time":   {running, []error{notFound, errors.New("no proxy"), notFound}, 0},
+		"is yet to start":            {pending, []error{notFound, notFound, notFound}, 0},
+		"has no address yet":         {bare, []error{notFound, notFound, notFound}, 0},
+		"is not found later, either": {running, []error{errors.New("no proxy"), notFound, notFound, notFound}, 3},
+	} {
+		t.Run(name, func(t *testing.T) {
+			again, now := retries{}, time.Now()
+			for i, outcome := range tc.outcomes {
+				again.note(tc.pod.UID, outcome, now)
+				if told := len(again.unfound([]workload.Pod{tc.pod})) == 1; told != (i+1 == tc.told) {
+					t.Errorf("outcome %d, %v: told %t", i+1, outcome, told)
+				}
+			}
+		})
+	}
+}
