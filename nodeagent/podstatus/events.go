@@ -161,7 +161,7 @@ func (e *events) write(ctx context.Context, now event) (string, error) {
 	}
 	object := e.object(now)
 	err := e.cfg.Client.Post().Namespace(now.pod.Namespace).Resource("events").Body(object).Do(ctx).Error()
-	if apierrors.HasStatusCause(err, corev1.NamespaceTerminatingCause) {
+	if apierrors.HasStatusCause(err, corev1.NamespaceTerminatingCause) || apierrors.IsNotFound(err) {
 		return object.Name, nil // nobody looks there any more
 	}
 	if err != nil {
