@@ -4,10 +4,12 @@ package enroll_test
 
 import (
 	"fmt"
+	"log/slog"
 	"maps"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -213,6 +215,32 @@ func TestRestore(t *testing.T) {
 	must(t, err)
 	if len(bad) != 0 || len(left) != 1 || left[0].UID != "uid-out" {
 		t.Errorf("records left: %+v, %v; want the skipped pod's", left, bad)
+	}
+}
+
+// TestRestoreIsQuietOfEndedPods: a pod that was deleted while no agent ran has no netns
+// any more, as it should be. One whose netns is not found though its object is there is told of.
+func TestRestoreIsQuietOfEndedPods(t *testing.T) {
+	old := newRig(t)
+	old.proxy(t, nil)
+	ended, lost := old.meshed("ended", "web"), old.meshed("lost", "web")
+	old.running(t, ended, 1)
+	old.running(t, lost, 2)
+	known, _, err := old.records.All()
+	must(t, err)
+	for _, record := range known {
+		record.Key.Cookie += 1 << 40 // leads nowhere
+		must(t, old.records.Put(record))
+	}
+	old.pods.remove(ended)
+	var log strings.Builder
+	next := newRig(t, func(c *enroll.Config) {
+		c.Records, c.Pods, c.Inventory, c.Logger = old.records, old.pods, old.pods, slog.New(slog.NewTextHandler(&log, nil))
+	})
+	_, err = next.Restore(t.Context())
+	must(t, err)
+	if text := log.String(); strings.Contains(text, ended.UID) || !strings.Contains(text, "pod="+lost.String()+" uid="+lost.UID) {
+		t.Errorf("the log has:\n%s", text)
 	}
 }
 

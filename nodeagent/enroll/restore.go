@@ -58,7 +58,9 @@ func (e *Enroller) restoreFound(ctx context.Context, listed listing, recorded ma
 	found, missing := e.cfg.Finder.Find(ctx, wanted)
 	work := newWork()
 	for uid, err := range missing {
-		work.note(uid, err)
+		if _, known := listed.pods[uid]; known || !listed.complete { // or else it has ended meanwhile
+			work.note(uid, err)
+		}
 	}
 	for uid, ns := range found {
 		pod, known := listed.pods[uid]
@@ -81,7 +83,8 @@ func (e *Enroller) restoreFound(ctx context.Context, listed listing, recorded ma
 	}
 	for uid, err := range work.wait() {
 		if err != nil {
-			e.cfg.Logger.Warn("a pod that an earlier agent had enrolled is not taken up yet", "uid", uid, "err", err)
+			r := recorded[uid]
+			e.cfg.Logger.Warn("a pod that an earlier agent had enrolled is not taken up yet", "pod", r.Namespace+"/"+r.Name, "uid", uid, "err", err)
 		}
 	}
 }
