@@ -53,7 +53,7 @@ func (o *operations) Verify(ctx context.Context, req admin.VerifyRequest) (admin
 // enrolled with nothing but their names, sorted.
 func (o *operations) selected(ctx context.Context, names []string) ([]admin.PodStatus, error) {
 	var pods []admin.PodStatus
-	for _, pod := range o.parts.enroller.Pods() { //nolint:contextcheck // what is counted for a status has a limit of its own
+	for _, pod := range o.parts.enroller.Roster() {
 		if pod.State != admin.PodEnrolling && (len(names) == 0 || isNamed(pod, names)) {
 			pods = append(pods, pod)
 		}

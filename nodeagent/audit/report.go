@@ -52,6 +52,9 @@ func (a *Auditor) report(r *result, o outcome) {
 	}
 	a.results.mu.Unlock()
 
+	if o.err == nil && len(o.differences) == 0 {
+		return // as almost always
+	}
 	logger := a.cfg.Logger.With("subject", o.subject).With(o.attrs...)
 	switch {
 	case o.err != nil:

@@ -14,17 +14,23 @@ import (
 
 // Pods reports every pod that is enrolled or on its way in, sorted by name.
 func (e *Enroller) Pods() []admin.PodStatus {
-	certificates := map[spiffeid.ID]certfetch.IdentityStatus{}
-	for _, s := range e.cfg.Fetched() {
-		certificates[s.ID] = s
-	}
-	pods, keepers := e.podsNow(certificates)
+	pods, keepers := e.podsNow()
 	e.countKept(pods, keepers)
 	return pods
 }
 
+// Roster is Pods without what the kernel would have to be asked for.
+func (e *Enroller) Roster() []admin.PodStatus {
+	pods, _ := e.podsNow()
+	return pods
+}
+
 // podsNow reports the pods, and which of them keep connections from before.
-func (e *Enroller) podsNow(certificates map[spiffeid.ID]certfetch.IdentityStatus) ([]admin.PodStatus, map[string]struct{}) {
+func (e *Enroller) podsNow() ([]admin.PodStatus, map[string]struct{}) {
+	certificates := map[spiffeid.ID]certfetch.IdentityStatus{}
+	for _, s := range e.cfg.Fetched() {
+		certificates[s.ID] = s
+	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	pods := make([]admin.PodStatus, 0, len(e.pods))

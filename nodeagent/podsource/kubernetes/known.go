@@ -207,5 +207,5 @@ func asItem(object any) (*item, error) {
 	if err != nil {
 		return nil, err
 	}
-	return trimmed.(*item), nil //nolint:forcetypeassert // trim returns nothing else
+	return trimmed.(*item), nil // trim returns nothing else
 }

@@ -78,7 +78,7 @@ func (s *Source) readShared(ctx context.Context, namespace, name string) (worklo
 		if r.Err != nil {
 			return workload.Pod{}, r.Err
 		}
-		return r.Val.(workload.Pod), nil //nolint:forcetypeassert // read returns nothing else
+		return r.Val.(workload.Pod), nil // read returns nothing else
 	case <-ctx.Done():
 		return workload.Pod{}, fmt.Errorf("reading it at the API server: %w", context.Cause(ctx))
 	}

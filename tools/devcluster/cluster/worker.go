@@ -156,6 +156,8 @@ func (s *State) startManagers(ctx context.Context, cfg Config, bin binaries) err
 		{"kube-controller-manager", "controller-manager", []string{
 			"--use-service-account-credentials=true", "--service-account-private-key-file=" + key("service-account.key"),
 			"--root-ca-file=" + key("ca.crt"), "--cluster-signing-cert-file=" + key("ca.crt"), "--cluster-signing-key-file=" + key("ca.key"),
+			// The default is a directory of the machine, which is made if it is not there.
+			"--flex-volume-plugin-dir=/var/lib/kubelet/volume-plugins",
 			// There is no cloud, and nodes have their pods' addresses from us.
 			"--controllers=*,-node-ipam-controller,-node-route-controller,-cloud-node-lifecycle-controller",
 		}},
