@@ -232,7 +232,7 @@ func (p *parts) run(ctx context.Context) error {
 func (p *parts) awaitReady(ctx context.Context) error {
 	p.ready.await("the pod source has not been read yet")
 	if err := p.pods.awaitSync(ctx); err != nil {
-		return nil //nolint:nilerr // the agent ends; who cannot read the source has said why
+		return nil // the agent ends; who cannot read the source has said why
 	}
 	p.ready.await("the CA's roots are not known yet")
 	roots := p.fetcher.Subscribe()

@@ -129,6 +129,7 @@ type demoted struct{ slog.Handler }
 // answers of the API server.
 const mostVerbose = slog.Level(-2)
 
+// Enabled is part of slog.Handler, as the next three.
 func (d demoted) Enabled(ctx context.Context, level slog.Level) bool {
 	return level >= mostVerbose && d.Handler.Enabled(ctx, slog.LevelDebug)
 }
@@ -142,8 +143,10 @@ func (d demoted) Handle(ctx context.Context, record slog.Record) error {
 	return d.Handler.Handle(ctx, record)
 }
 
+// WithAttrs passes on.
 func (d demoted) WithAttrs(attrs []slog.Attr) slog.Handler {
 	return demoted{d.Handler.WithAttrs(attrs)}
 }
 
+// WithGroup passes on.
 func (d demoted) WithGroup(name string) slog.Handler { return demoted{d.Handler.WithGroup(name)} }

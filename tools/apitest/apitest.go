@@ -9,7 +9,9 @@ package apitest
 import (
 	"bufio"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
 	"os"
 	"testing"
 	"time"
@@ -57,9 +59,12 @@ func readRequests(path string, keep func(Request) bool) ([]Request, error) {
 	reader := bufio.NewReader(file)
 	for {
 		line, err := reader.ReadBytes('\n')
-		if err != nil {
+		if errors.Is(err, io.EOF) {
 			// A line without its end is still being written: it belongs to a later request.
-			return requests, nil //nolint:nilerr // the end of the file
+			return requests, nil
+		}
+		if err != nil {
+			return nil, fmt.Errorf("reading the audit log: %w", err)
 		}
 		var entry struct {
 			Stage string

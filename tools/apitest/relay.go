@@ -106,7 +106,7 @@ func Reach(run func() int) int {
 	return code
 }
 
-func reach(kubeconfig string, run func() int) (int, error) {
+func reach(kubeconfig string, run func() int) (code int, err error) {
 	c, err := readConfig(kubeconfig)
 	if err != nil {
 		return 0, err
@@ -115,7 +115,7 @@ func reach(kubeconfig string, run func() int) (int, error) {
 	if err != nil {
 		return 0, err
 	}
-	defer os.RemoveAll(dir)
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	socket := filepath.Join(dir, "api.sock")
 	r, err := newRelay("unix", socket, dial("tcp", c.server.Host))
 	if err != nil {
