@@ -6,16 +6,24 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 )
 
 // errNotYet is wrapped by errors that waiting may cure: the owner of a network
 // configuration has not written it yet, or not wholly.
 var errNotYet = errors.New("no network configuration that can be used yet")
+
+// errNoFile is wrapped by errors about what cannot be a configuration of which another is made.
+var errNoFile = errors.New("it is a symbolic link, or no file, and cannot be replaced for its owner; make it a file")
+
+// errTooLong is wrapped by errors about what no program writes.
+var errTooLong = fmt.Errorf("it has more than %d bytes", maxConf)
 
 const (
 	extList = ".conflist"
@@ -70,21 +78,36 @@ func loaded(dir string) (file, error) {
 const maxConf = 1 << 20
 
 func open(path string) (file, error) {
-	info, err := os.Lstat(path)
+	// Without O_NONBLOCK, opening a named pipe waits for a writer.
+	opened, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
+	if errors.Is(err, syscall.ELOOP) || errors.Is(err, syscall.ENXIO) { // a link, a socket
+		return file{}, fmt.Errorf("network configuration %s: %w", path, errNoFile)
+	}
+	if err != nil {
+		return file{}, fmt.Errorf("reading a network configuration: %w", err)
+	}
+	defer opened.Close()
+	info, err := opened.Stat()
 	if err != nil {
 		return file{}, fmt.Errorf("reading a network configuration: %w", err)
 	}
 	if !info.Mode().IsRegular() {
-		return file{}, fmt.Errorf("network configuration %s is a symbolic link, or no file: it cannot be replaced for its owner; make it a file", path)
+		return file{}, fmt.Errorf("network configuration %s: %w", path, errNoFile)
 	}
-	if info.Size() > maxConf {
-		return file{}, fmt.Errorf("network configuration %s has more than %d bytes", path, maxConf)
-	}
-	content, err := os.ReadFile(path)
+	content, err := io.ReadAll(io.LimitReader(opened, maxConf+1))
 	if err != nil {
 		return file{}, fmt.Errorf("reading a network configuration: %w", err)
 	}
+	if len(content) > maxConf {
+		return file{}, fmt.Errorf("network configuration %s: %w", path, errTooLong)
+	}
 	return file{path: path, content: content, info: info}, nil
+}
+
+// isStill tells whether the file at the path holds this.
+func isStill(path string, content []byte) bool {
+	now, err := open(path)
+	return err == nil && bytes.Equal(now.content, content)
 }
 
 // chain puts our entry into f, and returns the path of the list in which it is then.
@@ -114,11 +137,15 @@ func (f file) chain(entry []byte, result *Result) (string, error) {
 
 // replace writes f anew, unless somebody else has since it was read.
 func (f file) replace(content []byte) error {
-	now, err := os.ReadFile(f.path)
-	if err != nil || !bytes.Equal(now, f.content) {
-		return fmt.Errorf("%w: %s is being changed by its owner", errNotYet, f.path)
+	temp, err := stage(f.path, content, f.info)
+	if err != nil {
+		return fmt.Errorf("writing network configuration %s: %w", f.path, err)
 	}
-	if err := write(f.path, content, f.info); err != nil {
+	// Only now: to have the new one on disk may take long.
+	if !isStill(f.path, f.content) {
+		return errors.Join(fmt.Errorf("%w: %s is being changed by its owner", errNotYet, f.path), os.Remove(temp))
+	}
+	if err := commit(temp, f.path); err != nil {
 		return fmt.Errorf("writing network configuration %s: %w", f.path, err)
 	}
 	return nil
@@ -139,8 +166,8 @@ func (f file) convert(entry []byte) (string, error) {
 	if err := os.Rename(f.path, saved); err != nil {
 		return "", errors.Join(fmt.Errorf("putting %s away, in place of which %s is: %w", f.path, path, err), os.Remove(path))
 	}
-	if now, err := os.ReadFile(saved); err != nil || !bytes.Equal(now, f.content) {
-		return "", errors.Join(fmt.Errorf("%w: %s is being changed by its owner", errNotYet, f.path), err, os.Rename(saved, f.path), os.Remove(path))
+	if !isStill(saved, f.content) {
+		return "", errors.Join(fmt.Errorf("%w: %s is being changed by its owner", errNotYet, f.path), os.Rename(saved, f.path), os.Remove(path))
 	}
 	return path, flush(filepath.Dir(path))
 }
@@ -149,8 +176,7 @@ func (f file) convert(entry []byte) (string, error) {
 // replace if an earlier installation, finished or not, made it; else it is its owner's.
 func (f file) listPath(content []byte) string {
 	names := listNames(f.path)
-	there, err := os.ReadFile(names[0])
-	if err != nil || bytes.Equal(there, content) {
+	if _, err := os.Lstat(names[0]); errors.Is(err, fs.ErrNotExist) || isStill(names[0], content) {
 		return names[0]
 	}
 	if _, err := os.Lstat(f.path + savedSuffix); err == nil {
@@ -190,11 +216,13 @@ func unchainAll(dir, except string) (changed []string, err error) {
 }
 
 func unchain(path string) (done bool, err error) {
-	content, err := os.ReadFile(path)
-	if errors.Is(err, fs.ErrNotExist) || err == nil && !bytes.Contains(content, []byte(PluginName)) {
+	f, err := open(path)
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, errTooLong) || err == nil && !bytes.Contains(f.content, []byte(PluginName)) {
 		return false, nil
 	}
-	f, err := open(path)
+	if errors.Is(err, errNoFile) {
+		return false, unchainable(path)
+	}
 	if err != nil {
 		return false, err
 	}
@@ -211,6 +239,19 @@ func unchain(path string) (done bool, err error) {
 	return true, f.replace(list.without())
 }
 
+// unchainable is the error of a list that is no file, if it leads to one that names our plugin.
+func unchainable(path string) error {
+	target, err := filepath.EvalSymlinks(path)
+	if err != nil {
+		return nil //nolint:nilerr // it leads nowhere
+	}
+	f, err := open(target)
+	if err != nil || !bytes.Contains(f.content, []byte(PluginName)) {
+		return nil //nolint:nilerr // not ours to worry about
+	}
+	return fmt.Errorf("network configuration %s, which names %s: %w", path, PluginName, errNoFile)
+}
+
 // savedBy finds the configuration of which the list was made, if nothing but our entry has
 // been added to it since.
 func (f file) savedBy(list conflist) (saved string, ok bool) {
@@ -224,8 +265,8 @@ func (f file) savedBy(list conflist) (saved string, ok bool) {
 		if !slices.Contains(lists[:], f.path) {
 			continue
 		}
-		content, err := os.ReadFile(name)
-		if err == nil && bytes.Equal(bytes.TrimSpace(content), f.content[foreign[0].start:foreign[0].end]) {
+		was, err := open(name)
+		if err == nil && bytes.Equal(bytes.TrimSpace(was.content), f.content[foreign[0].start:foreign[0].end]) {
 			return name, true
 		}
 	}

@@ -10,23 +10,50 @@ import (
 	"os"
 	"path/filepath"
 	"syscall"
+	"time"
 )
 
 // tempPattern has no ending that a runtime takes for a network configuration's.
 const tempPattern = ".ambientd-new-*"
 
-// write makes the file at path hold content, whole or not at all, with the mode and owner
-// of like.
-func write(path string, content []byte, like fs.FileInfo) (err error) {
-	temp, err := os.CreateTemp(filepath.Dir(path), tempPattern)
+// staleTemp is the age at which an unfinished file's installer has certainly ended.
+const staleTemp = 10 * time.Minute
+
+// sweep removes what installers left in a directory that were killed while they wrote.
+func sweep(dir string) error {
+	names, err := filepath.Glob(filepath.Join(dir, tempPattern))
 	if err != nil {
 		return err
 	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, os.Remove(temp.Name()))
+	var errs []error
+	for _, name := range names {
+		info, err := os.Lstat(name)
+		if err != nil || time.Since(info.ModTime()) < staleTemp {
+			continue
 		}
-	}()
+		if err := os.Remove(name); !errors.Is(err, fs.ErrNotExist) {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// write makes the file at path hold content, whole or not at all, with the mode and owner
+// of like.
+func write(path string, content []byte, like fs.FileInfo) error {
+	temp, err := stage(path, content, like)
+	if err != nil {
+		return err
+	}
+	return commit(temp, path)
+}
+
+// stage writes what is to become the file at path beside it, and returns where.
+func stage(path string, content []byte, like fs.FileInfo) (name string, err error) {
+	temp, err := os.CreateTemp(filepath.Dir(path), tempPattern)
+	if err != nil {
+		return "", err
+	}
 	_, err = temp.Write(content)
 	if err == nil {
 		err = temp.Chmod(like.Mode().Perm())
@@ -41,10 +68,15 @@ func write(path string, content []byte, like fs.FileInfo) (err error) {
 		err = temp.Sync()
 	}
 	if err = errors.Join(err, temp.Close()); err != nil {
-		return err
+		return "", errors.Join(err, os.Remove(temp.Name()))
 	}
-	if err := os.Rename(temp.Name(), path); err != nil {
-		return err
+	return temp.Name(), nil
+}
+
+// commit makes a staged file the one at path.
+func commit(temp, path string) error {
+	if err := os.Rename(temp, path); err != nil {
+		return errors.Join(err, os.Remove(temp))
 	}
 	return flush(filepath.Dir(path))
 }

@@ -46,6 +46,9 @@ func Install(ctx context.Context, cfg Config) (Result, error) {
 	if err != nil {
 		return Result{}, err
 	}
+	if err := errors.Join(sweep(cfg.BinDir), sweep(cfg.ConfDir)); err != nil {
+		return Result{}, fmt.Errorf("removing what an installation left that was killed: %w", err)
+	}
 	result := Result{Binary: filepath.Join(cfg.BinDir, PluginName)}
 	if result.BinaryWritten, err = copyBinary(cfg.Plugin, result.Binary); err != nil {
 		return result, fmt.Errorf("installing %s: %w", result.Binary, err)

@@ -239,6 +239,57 @@ func TestSingleMeetsOthers(t *testing.T) {
 	})
 }
 
+// TestOddFiles: what is no file, or has no end, is beside the list that counts; nothing waits for it, and it stays.
+func TestOddFiles(t *testing.T) {
+	for name, make := range map[string]func(path string) error{
+		"pipe":      func(path string) error { return syscall.Mkfifo(path, 0o600) },
+		"socket":    func(path string) error { return syscall.Mknod(path, syscall.S_IFSOCK|0o600, 0) },
+		"endless":   func(path string) error { return os.Symlink("/dev/zero", path) },
+		"dangling":  func(path string) error { return os.Symlink("/nowhere", path) },
+		"directory": func(path string) error { return os.Mkdir(path, 0o700) },
+		"huge":      func(path string) error { return errors.Join(os.WriteFile(path, nil, 0o600), os.Truncate(path, 1<<40)) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			n := newNode(t)
+			n.put("10-a.conf", single)
+			odd := []string{"10-a.conflist", "50-b.conflist", "10-a.conflist.ambientd-saved"}
+			for _, name := range odd {
+				must(t, make(n.conf(name)))
+			}
+			if result := n.install(); result.Conflist != n.conf("10-a.conf.conflist") {
+				t.Errorf("installed in %s", result.Conflist)
+			}
+			_, err := Uninstall(n.cfg)
+			must(t, err)
+			if got := string(readFile(t, n.conf("10-a.conf"))); got != single {
+				t.Errorf("afterwards: %s", got)
+			}
+			for _, name := range odd {
+				if _, err := os.Lstat(n.conf(name)); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+}
+
+// TestKilled: what an installation left that was killed goes, unless another one may be at work on it.
+func TestKilled(t *testing.T) {
+	n := newNode(t)
+	n.put("10-a.conflist", chainOf)
+	n.put(".ambientd-new-old", "torn")
+	n.put(".ambientd-new-fresh", "torn")
+	left := filepath.Join(n.cfg.BinDir, ".ambientd-new-1")
+	must(t, os.WriteFile(left, []byte("torn"), 0o600))
+	long := time.Now().Add(-time.Hour)
+	must(t, errors.Join(os.Chtimes(left, long, long), os.Chtimes(n.conf(".ambientd-new-old"), long, long)))
+	n.install()
+	n.want(map[string]string{"10-a.conflist": chained, ".ambientd-new-fresh": "torn"})
+	if _, err := os.Lstat(left); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the binary's: %v", err)
+	}
+}
+
 // TestBinaryInUse is case 5: a plugin that runs is no hindrance, and goes on.
 func TestBinaryInUse(t *testing.T) {
 	n := newNode(t)
