@@ -106,7 +106,10 @@ func copyBinary(from, to string) (written bool, err error) {
 			return false, nil
 		}
 	}
-	return true, write(to, content, executable{})
+	if err := write(to, content, executable{}); err != nil {
+		return false, err
+	}
+	return true, nil
 }
 
 // executable is what [write] needs to know of the plugin's file.

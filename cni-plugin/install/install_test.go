@@ -273,6 +273,16 @@ func TestOddFiles(t *testing.T) {
 	}
 }
 
+// TestNotWritten: what could not be written is not told to be.
+func TestNotWritten(t *testing.T) {
+	n := newNode(t)
+	n.put("10-a.conflist", chainOf)
+	must(t, os.Remove(n.cfg.BinDir))
+	if result, err := Install(t.Context(), n.cfg); err == nil || result.BinaryWritten {
+		t.Errorf("result: %+v, %v", result, err)
+	}
+}
+
 // TestKilled: what an installation left that was killed goes, unless another one may be at work on it.
 func TestKilled(t *testing.T) {
 	n := newNode(t)
