@@ -35,6 +35,8 @@ type Source struct {
 	namespaces *known
 	reads      singleflight.Group // at the API server, by pod
 
+	answerTimeout time.Duration // [answerTimeout], but in tests
+
 	changed chan struct{} // holds a token when a pod or a namespace has changed
 }
 
@@ -43,7 +45,7 @@ func New(cfg Config) (*Source, error) {
 	if cfg.Client == nil || cfg.Node == "" || cfg.LiveTimeout <= 0 || cfg.Logger == nil {
 		return nil, errors.New("kubernetes: client, node, timeout and logger are required")
 	}
-	s := &Source{cfg: cfg, changed: make(chan struct{}, 1)}
+	s := &Source{cfg: cfg, changed: make(chan struct{}, 1), answerTimeout: answerTimeout}
 	s.pods = newKnown(s.signal, func(a, b *item) bool { return !same(a.pod, b.pod) })
 	s.namespaces = newKnown(s.signal, func(a, b *item) bool { return !maps.Equal(a.Labels, b.Labels) })
 	return s, nil

@@ -40,13 +40,15 @@ func (s *Source) watch(ctx context.Context, r resource) {
 	lw := &cache.ListWatch{
 		ListWithContextFunc: func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
 			list := r.list.DeepCopyObject()
-			err := s.request(r, &options, r.acceptList).Do(ctx).Into(list)
+			ctx, cancel := context.WithTimeoutCause(ctx, s.answerTimeout, errNoAnswer)
+			defer cancel()
+			err := because(ctx, s.request(r, &options, r.acceptList).Do(ctx).Into(list))
 			s.note(r, err)
 			return list, err
 		},
 		WatchFuncWithContext: func(ctx context.Context, options metav1.ListOptions) (watch.Interface, error) {
 			options.Watch = true
-			w, err := s.request(r, &options, r.accept).Watch(ctx)
+			w, err := s.begin(ctx, s.request(r, &options, r.accept))
 			// A server that cannot stream what there is refuses this, and is asked for a list then.
 			status := apierrors.APIStatus(nil)
 			if options.SendInitialEvents == nil || !errors.As(err, &status) {
@@ -56,6 +58,50 @@ func (s *Source) watch(ctx context.Context, r resource) {
 		},
 	}
 	cache.NewReflectorWithOptions(lw, r.kind, r.into, cache.ReflectorOptions{Name: r.name, Backoff: pauses()}).RunWithContext(ctx)
+}
+
+// answerTimeout bounds a list, as the API server itself does, and how long a watch may take to begin: a server that
+// takes requests and does not answer them, or a proxy before it, would be waited for
+// until the watch has its end, many minutes later, or for ever.
+const answerTimeout = time.Minute
+
+var errNoAnswer = errors.New("the API server takes requests and does not answer")
+
+// begin begins a watch, if the server answers in time.
+func (s *Source) begin(ctx context.Context, request *rest.Request) (watch.Interface, error) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	late := time.AfterFunc(s.answerTimeout, func() { cancel(errNoAnswer) })
+	w, err := request.Watch(ctx)
+	if !late.Stop() && err == nil {
+		w.Stop()
+		err = ctx.Err()
+	}
+	if err != nil {
+		err = because(ctx, err)
+		cancel(nil)
+		return nil, err
+	}
+	return begun{w, func() { cancel(nil) }}, nil
+}
+
+// begun is a watch that gives its context back at its end.
+type begun struct {
+	watch.Interface
+	done func()
+}
+
+// Stop is part of watch.Interface.
+func (b begun) Stop() {
+	b.Interface.Stop()
+	b.done()
+}
+
+// because returns errNoAnswer if that is why ctx has ended, else err.
+func because(ctx context.Context, err error) error {
+	if err != nil && errors.Is(context.Cause(ctx), errNoAnswer) {
+		return errNoAnswer
+	}
+	return err
 }
 
 func (s *Source) request(r resource, options *metav1.ListOptions, accept string) *rest.Request {
