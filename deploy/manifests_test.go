@@ -13,8 +13,10 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
 	admissionv1 "k8s.io/api/admissionregistration/v1"
 	appsv1 "k8s.io/api/apps/v1"
+	batchv1 "k8s.io/api/batch/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -184,11 +186,36 @@ func TestContainersAreConfined(t *testing.T) {
 	}
 }
 
+// What the removal takes away is what the installation has put there, in the same places and
+// with no more rights, before the plugin could hold back the Job's own pod.
+func TestUninstallMirrorsInstall(t *testing.T) {
+	agent := read[appsv1.DaemonSet](t, manifests, "DaemonSet").Spec.Template.Spec
+	pod := read[batchv1.Job](t, "uninstall/*.yaml", "Job").Spec.Template.Spec
+	install, uninstall := agent.InitContainers[0], pod.Containers[0]
+	if install.Args[0] != "install" || uninstall.Args[0] != "uninstall" || !slices.Equal(install.Args[1:], uninstall.Args[1:]) {
+		t.Errorf("%q is undone by %q", install.Args, uninstall.Args)
+	}
+	// All but name and arguments is the same.
+	uninstall.Name, uninstall.Args = install.Name, install.Args
+	if difference := cmp.Diff(install, uninstall); difference != "" {
+		t.Errorf("the container differs (-install +uninstall):\n%s", difference)
+	}
+	for _, v := range pod.Volumes {
+		if !slices.ContainsFunc(agent.Volumes, func(other corev1.Volume) bool { return cmp.Equal(v, other) }) {
+			t.Errorf("volume %s is not the installation's", v.Name)
+		}
+	}
+	if !pod.HostNetwork || pod.NodeName != "NODE" || !slices.Equal(pod.Tolerations, agent.Tolerations) {
+		t.Errorf("hostNetwork %t, node %q, tolerations %v", pod.HostNetwork, pod.NodeName, pod.Tolerations)
+	}
+}
+
 // Flags that are given must exist, in the very program.
 func TestFlagsAreKnown(t *testing.T) {
 	pod := read[appsv1.DaemonSet](t, manifests, "DaemonSet").Spec.Template.Spec
 	program := build(t)
-	for _, c := range slices.Concat(pod.InitContainers, pod.Containers) {
+	job := read[batchv1.Job](t, "uninstall/*.yaml", "Job").Spec.Template.Spec
+	for _, c := range slices.Concat(pod.InitContainers, pod.Containers, job.Containers) {
 		help, err := exec.CommandContext(t.Context(), program, c.Args[0], "--help").CombinedOutput()
 		if err != nil {
 			t.Errorf("ambientd %s --help: %v: %s", c.Args[0], err, help)
