@@ -33,6 +33,7 @@ type Metrics struct {
 	repairs        *prometheus.CounterVec
 	repairFailures *prometheus.CounterVec
 	auditSeconds   *prometheus.HistogramVec
+	lateEnrolments prometheus.Counter
 }
 
 // NewMetrics returns metrics that are all zero. status is called at each scrape, from
@@ -55,9 +56,13 @@ func NewMetrics(status func() Status) (*Metrics, error) {
 			Namespace: namespace, Name: "audit_duration_seconds", Help: "Time of one audit, of a pod or of the host's rule and set, repair included.",
 			Buckets: []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 10},
 		}, []string{"subject"}),
+		lateEnrolments: prometheus.NewCounter(prometheus.CounterOpts{
+			Namespace: namespace, Name: "running_pods_enrolled_total",
+			Help: "Pods enrolled while they ran already: by a change of a label, or started while no agent ran.",
+		}),
 	}
 	var errs []error
-	for _, c := range []prometheus.Collector{m.requests, m.requestSeconds, m.repairs, m.repairFailures, m.auditSeconds, newStatusCollector(status)} {
+	for _, c := range []prometheus.Collector{m.requests, m.requestSeconds, m.repairs, m.repairFailures, m.auditSeconds, m.lateEnrolments, newStatusCollector(status)} {
 		errs = append(errs, m.registry.Register(c))
 	}
 	if err := errors.Join(errs...); err != nil {
@@ -87,6 +92,9 @@ func (m *Metrics) Repaired(part string) { m.repairs.WithLabelValues(part).Inc() 
 
 // RepairFailed counts an audit of a subject that did not come to its end.
 func (m *Metrics) RepairFailed(subject string) { m.repairFailures.WithLabelValues(subject).Inc() }
+
+// EnrolledRunning counts a pod that was enrolled while it ran.
+func (m *Metrics) EnrolledRunning() { m.lateEnrolments.Inc() }
 
 // Handler serves the metrics.
 func (m *Metrics) Handler(logger *slog.Logger) http.Handler {

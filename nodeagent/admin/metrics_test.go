@@ -48,6 +48,7 @@ func TestMetrics(t *testing.T) {
 	m.Audited("host", time.Millisecond)
 	m.Repaired("redirection")
 	m.RepairFailed("pod")
+	m.EnrolledRunning()
 	lines := scrape(t, m)
 	for _, want := range []string{
 		`ambientd_cni_requests_total{code="",command="ADD",result="enrolled"} 2`,
@@ -58,6 +59,7 @@ func TestMetrics(t *testing.T) {
 		`ambientd_audit_duration_seconds_count{subject="host"} 1`,
 		`ambientd_repairs_total{part="redirection"} 1`,
 		`ambientd_repair_failures_total{subject="pod"} 1`,
+		`ambientd_running_pods_enrolled_total 1`,
 		`ambientd_info{backend="nftables",version="v0.1.0"} 1`,
 		`ambientd_ready 1`,
 		`ambientd_pods{state="enrolled"} 1`,

@@ -75,7 +75,7 @@ func (p *parts) makeEnrolment(host *podnetns.Host, sockets *sockets) (err error)
 		Registered:   p.registered,
 		NodeProxy:    p.proxies,
 		ProxySet:     p.proxies,
-		Reporter:     p.pods.reporter(),
+		Reporter:     countedReports{p},
 
 		ExistingConnections: enroll.ExistingConnections(p.cfg.ExistingConnections),
 		Connections:         conntrack.New(),

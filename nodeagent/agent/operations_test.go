@@ -233,6 +233,10 @@ func TestMetricsEndpoint(t *testing.T) {
 	if reply := s.call(r, podevent.CommandDel); reply.Error != nil {
 		t.Errorf("DEL: %+v", reply)
 	}
+	// This one starts past the plugin, and its label finds it running.
+	late := newSandbox(t, 2)
+	late.describe(r, "")
+	r.awaitStatus("the pod that runs", allEnrolled(1))
 	get := func(path string) (int, string) {
 		t.Helper()
 		resp, err := http.Get(fmt.Sprintf("http://%s%s", ready["http_addr"], path))
@@ -248,7 +252,7 @@ func TestMetricsEndpoint(t *testing.T) {
 		`ambientd_cni_requests_total{code="",command="DEL",result="withdrawn"} 1`,
 		`ambientd_audit_duration_seconds_count{subject="pod"}`,
 		`ambientd_audit_duration_seconds_count{subject="host"}`,
-		`ambientd_pods{state="enrolled"} 0`, `ambientd_ready 1`, `ambientd_node_proxies{ready="true"} 1`,
+		`ambientd_running_pods_enrolled_total 1`, `ambientd_pods{state="enrolled"} 1`, `ambientd_ready 1`, `ambientd_node_proxies{ready="true"} 1`,
 	} {
 		if code != http.StatusOK || !strings.Contains(body, want) {
 			t.Errorf("%d, no %s in\n%s", code, want, body)

@@ -11,6 +11,7 @@ import (
 	"ambientd/nodeagent/podsource/manifests"
 	"ambientd/nodeagent/podstatus"
 	"ambientd/nodeagent/policyfile"
+	"ambientd/nodeagent/workload"
 )
 
 // podSource is where pods are from, whichever it is.
@@ -52,10 +53,23 @@ func openSource(cfg Config) (podSource, error) {
 	}, nil
 }
 
-// reporter is who tells others of pods, nil if nobody is told.
-func (s podSource) reporter() enroll.Reporter {
-	if s.report == nil {
-		return nil
+// countedReports passes on what becomes of pods, where somebody is told, and counts the
+// pods that were enrolled while they ran.
+type countedReports struct{ *parts }
+
+// State is part of enroll.Reporter, as the next.
+func (c countedReports) State(pod workload.Pod, state enroll.State) {
+	if c.pods.report != nil {
+		c.pods.report.State(pod, state)
 	}
-	return s.report
+}
+
+// Event counts and passes on.
+func (c countedReports) Event(pod workload.Pod, reason enroll.Reason, message string) {
+	if reason == enroll.ReasonEnrolled {
+		c.metrics.EnrolledRunning()
+	}
+	if c.pods.report != nil {
+		c.pods.report.Event(pod, reason, message)
+	}
 }
