@@ -67,6 +67,7 @@ type plan struct {
 	enrol    []workload.Pod
 	reapply  []workload.Pod    // enrolled, with options that have changed
 	withdraw map[string]string // UID to the reason
+	stale    []workload.Pod    // out of the mesh, with an object that shows something else
 }
 
 // plan compares the inventory with what is enrolled. A pod whose ADD is at work
@@ -86,6 +87,8 @@ func (e *Enroller) plan(l listing) plan {
 			p.reapply = append(p.reapply, pod)
 		case !known && decision.InMesh && !e.withheld[pod.UID]:
 			p.enrol = append(p.enrol, pod)
+		case !known && pod.Annotations[workload.AnnotationRedirection] != "":
+			p.stale = append(p.stale, pod)
 		}
 	}
 	if !l.complete {
@@ -114,6 +117,11 @@ func (e *Enroller) plan(l listing) plan {
 func (e *Enroller) converge(ctx context.Context, again retries) {
 	p := e.plan(e.list())
 	again.keep(p.enrol)
+	// As when an earlier agent ended between the withdrawal and the word of it: whoever believed
+	// the annotation would talk to the pod in a way that nobody there understands.
+	for _, pod := range p.stale {
+		e.cfg.Reporter.State(pod, StateOut)
+	}
 	work := newWork()
 	for uid, reason := range p.withdraw {
 		work.do(uid, func() error { return e.leave(ctx, uid, reason) })

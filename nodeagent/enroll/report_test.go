@@ -137,6 +137,28 @@ func TestAuditLeavesEndingPodAlone(t *testing.T) {
 	told.want(t, "web EnrolmentFailed: it cannot be audited or repaired: ")
 }
 
+// TestReportsStaleObjects: the agent ended between the withdrawal of a pod and the word of
+// it. The next one sees that the object shows something else.
+func TestReportsStaleObjects(t *testing.T) {
+	told := &reports{}
+	r := newRig(t, func(c *enroll.Config) { c.Reporter = told })
+	r.proxy(t, nil)
+	pod := labelled(r.meshed("web", "web"), "")
+	pod.Annotations = map[string]string{workload.AnnotationRedirection: "enabled"}
+	r.pods.put(pod)
+	outside := labelled(r.meshed("never", "never"), "")
+	r.pods.put(outside)
+	r.follow(t)
+	regular := time.NewTicker(time.Millisecond)
+	defer regular.Stop()
+	for end := time.Now().Add(20 * time.Second); !told.has("web out") && time.Now().Before(end); {
+		<-regular.C
+	}
+	if got := slices.Compact(told.take()); !slices.Equal(got, []string{"web out"}) { // each look tells it again
+		t.Errorf("told: %q", got)
+	}
+}
+
 func TestReportsOfFailures(t *testing.T) {
 	told := &reports{}
 	r := newRig(t, func(c *enroll.Config) { c.Reporter = told })
