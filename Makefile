@@ -120,6 +120,15 @@ e2e: require-test devcluster image ## Run ambientd on a real cluster of NODES=2 
 		$(patsubst %,--image=out/image/%.tar,ambientd testapp $(NODE_PROXY)) -- \
 		go test -race -tags=e2e -v -count=1 -timeout=15m $(TESTFLAGS) ./tools/e2e
 
+# How long `make soak` lets pods come and go.
+SOAK ?= 10m
+
+.PHONY: soak
+soak: require-test devcluster ## Let pods come and go for SOAK=10m while the agent is killed, and see that nothing stays (as root).
+	CGO_ENABLED=1 go test -race -tags=apitest -run='^$$' -exec=true ./nodeagent/agent/onkubernetes >/dev/null
+	CGO_ENABLED=1 SOAK=$(SOAK) out/devcluster run --nodes=0 -- \
+		go test -race -tags=apitest -v -count=1 -timeout=1h -run='^TestSoak$$' $(TESTFLAGS) ./nodeagent/agent/onkubernetes
+
 .PHONY: test-devcluster
 test-devcluster: require-test devcluster ## Run the tests of the cluster that test-api uses (as root).
 	CGO_ENABLED=1 go -C tools/devcluster test -race $(TESTFLAGS) ./...

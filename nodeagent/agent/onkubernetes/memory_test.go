@@ -108,15 +108,8 @@ func (c *cluster) fill() {
 // exec builds and starts the program, and returns its process ID.
 func (c *cluster) exec() int {
 	c.t.Helper()
-	program := filepath.Join(c.t.TempDir(), "ambientd")
-	build := exec.CommandContext(c.t.Context(), "go", "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w", "-o", program, "ambientd/nodeagent")
-	build.Env = append(os.Environ(), "CGO_ENABLED=0")
-	if out, err := build.CombinedOutput(); err != nil {
-		c.t.Fatalf("building the agent: %v: %s", err, out)
-	}
 	var log bytes.Buffer
-	cmd := exec.CommandContext(context.Background(), program, "run", "--node-name", c.node, "--pods-from", "kubernetes",
-		"--kubeconfig", c.cfg.Kubeconfig, "--run-dir", c.cfg.RunDir, "--zds-socket", c.cfg.ZDSSocket)
+	cmd := c.command(c.build())
 	cmd.Stderr = &log
 	must(c.t, cmd.Start())
 	c.t.Cleanup(func() {
@@ -126,6 +119,24 @@ func (c *cluster) exec() int {
 		}
 	})
 	return cmd.Process.Pid
+}
+
+// build builds the program as it is for use.
+func (c *cluster) build() string {
+	c.t.Helper()
+	program := filepath.Join(c.t.TempDir(), "ambientd")
+	build := exec.CommandContext(c.t.Context(), "go", "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w -X main.version="+c.cfg.Version, "-o", program, "ambientd/nodeagent")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		c.t.Fatalf("building the agent: %v: %s", err, out)
+	}
+	return program
+}
+
+// command is the program with its flags; it outlives the test's context.
+func (c *cluster) command(program string) *exec.Cmd {
+	return exec.CommandContext(context.Background(), program, "run", "--node-name", c.node, "--pods-from", "kubernetes",
+		"--kubeconfig", c.cfg.Kubeconfig, "--run-dir", c.cfg.RunDir, "--zds-socket", c.cfg.ZDSSocket)
 }
 
 // field returns a number of KiB of the file, in bytes.
