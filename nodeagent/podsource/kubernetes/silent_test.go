@@ -155,3 +155,44 @@ func TestSilence(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// TestReasons: while there is no watch, another reason for that is told, and the same one is not.
+func TestReasons(t *testing.T) {
+	var mu sync.Mutex
+	answers := map[string]int{}
+	s, logged := serve(t, func(w http.ResponseWriter, r *http.Request) {
+		mu.Lock()
+		answers[r.URL.Path]++
+		status, reason := http.StatusInternalServerError, "InternalError"
+		if answers[r.URL.Path] > 4 {
+			status, reason = http.StatusForbidden, "Forbidden"
+		}
+		mu.Unlock()
+		w.Header().Set("Content-Type", "application/json")
+		w.WriteHeader(status)
+		_, _ = fmt.Fprintf(w, `{"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": %q, "code": %d}`, reason, status)
+	})
+	ctx, cancel := context.WithTimeout(t.Context(), 60*time.Second)
+	defer cancel()
+	ended := make(chan error, 1)
+	go func() { ended <- s.Run(ctx) }()
+	enough := func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return answers["/api/v1/pods"] > 7 && answers["/api/v1/namespaces"] > 7
+	}
+	for !enough() {
+		select {
+		case <-ctx.Done():
+			t.Fatal("the API server was not asked again")
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	if all, refused := logged.count("cannot be watched;"), logged.count("ClusterRole"); all != 4 || refused != 2 {
+		t.Errorf("told %d times, %d of that it is forbidden; want 4 and 2, half for each resource", all, refused)
+	}
+}

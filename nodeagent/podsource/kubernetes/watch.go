@@ -116,7 +116,8 @@ func (s *Source) request(r resource, options *metav1.ListOptions, accept string)
 	return request
 }
 
-// note logs the first failure of a row, and the end of it.
+// note logs the first failure of a row, each that has another reason in the API server's words than the one before
+// (a server that is there by now, and refuses), and the end of it.
 func (s *Source) note(r resource, err error) {
 	if errors.Is(err, context.Canceled) {
 		return
@@ -126,7 +127,7 @@ func (s *Source) note(r resource, err error) {
 	}
 	before := r.into.note(err)
 	switch {
-	case before == nil && err != nil:
+	case err != nil && (before == nil || apierrors.ReasonForError(before) != apierrors.ReasonForError(err)):
 		s.cfg.Logger.Warn("the API server cannot be watched; what is known stays in use", "resource", r.name, "server", s.cfg.Client.Host, "err", err)
 	case before != nil && err == nil:
 		s.cfg.Logger.Info("the API server is watched again", "resource", r.name)
