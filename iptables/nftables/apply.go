@@ -113,8 +113,8 @@ func (b *Backend) note(c *conn, after sighting) {
 	if after.generation == 0 || !after.set.proven.Load() {
 		return
 	}
-	if after.set.isInitial(after.handles) && !b.counts.Load() {
-		after.handles = nil
+	if after.numbered = after.set.isInitial(after.handles); after.numbered && !b.counts.Load() {
+		after.handles, after.numbered = nil, false
 	}
 	b.seen.record(c.cookie, after)
 }

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"ambientd/iptables/rawnetlink"
+	"ambientd/iptables/redirection"
 )
 
 // The kernel counts the transactions of each network namespace, foreign ones included: nothing in its packet rules can
@@ -80,8 +81,9 @@ const maxSightings = 4096
 // sightings remembers which namespace held which rule set at which generation. Its zero value is empty and ready. It may
 // be used concurrently.
 type sightings struct {
-	mu   sync.Mutex
-	seen map[uint64]sighting // by netns cookie
+	mu       sync.Mutex
+	seen     map[uint64]sighting // by netns cookie
+	recalled map[uint64]redirection.Sighting
 }
 
 // sighting is what a namespace held at a generation.
@@ -89,6 +91,7 @@ type sighting struct {
 	generation uint32
 	set        *ruleSet
 	handles    handles // of its rules; nil if they are not known
+	numbered   bool    // the handles are those of a table that was made at once
 }
 
 // handles are the kernel's numbers for the rules of a table, by the name of their chain.
@@ -123,6 +126,7 @@ func (s *sightings) forget(cookie uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.seen, cookie)
+	delete(s.recalled, cookie)
 }
 
 // generationOf returns the generation that a transaction made, from what it echoed; 0, which no generation is, if it does

@@ -152,7 +152,7 @@ func (b *Backend) compare(c *conn, set *ruleSet) ([]redirection.Difference, erro
 	if err != nil {
 		return nil, err
 	}
-	if b.seen.holds(c.cookie, before, set) {
+	if b.seen.holds(c.cookie, before, set) || b.recognize(c.cookie, before, set) {
 		c.quiet = true
 		return nil, nil
 	}
@@ -165,10 +165,11 @@ func (b *Backend) compare(c *conn, set *ruleSet) ([]redirection.Difference, erro
 		return nil, err
 	}
 	if after == before {
-		b.seen.record(c.cookie, sighting{generation: after, set: set, handles: ofRules})
-		if set.isInitial(ofRules) {
+		numbered := set.isInitial(ofRules)
+		if numbered {
 			b.counts.Store(true)
 		}
+		b.seen.record(c.cookie, sighting{generation: after, set: set, handles: ofRules, numbered: numbered})
 	}
 	return nil, nil
 }

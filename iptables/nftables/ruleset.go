@@ -21,6 +21,7 @@ import (
 type ruleSet struct {
 	creation    *batch // where there never was a transaction, and so is no table of ours
 	replacement *batch // where there may be one
+	key         string // stands for the messages, for processes after this one
 	chains      []chainChanges
 	want        *table
 	meanings    map[string]string // what a rule's expressions mean in the model's words
@@ -46,6 +47,7 @@ func newRuleSet(rules []redirection.Rule) (*ruleSet, error) {
 		meanings:    map[string]string{},
 		initial:     handles{},
 	}
+	s.key = keyOfMessages(s.creation.bytes)
 	if s.want, err = decode(redirection.NFTablesTable, s.creation.bytes); err != nil {
 		return nil, fmt.Errorf("reading back the encoded rules: %w", err)
 	}

@@ -91,6 +91,7 @@ func (e *Enroller) Audit(ctx context.Context, uid string) (f Finding, ok bool) {
 	f = Finding{Pod: p.pod.String(), UID: uid}
 	if !e.hasMoved(ctx, p, ns, &f) {
 		f.Err = errors.Join(e.auditRules(ctx, p, ns, &f), e.auditIdentity(p, &f), e.auditProxy(p, ns, &f))
+		e.keepSeen(p)
 	}
 	if p.isEnding(f.Err, time.Now()) {
 		return Finding{}, false

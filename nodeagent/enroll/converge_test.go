@@ -244,6 +244,37 @@ func TestRestoreIsQuietOfEndedPods(t *testing.T) {
 	}
 }
 
+// TestRestoreKnowsRules: what the agent knows of a pod's packet rules is in its record, the
+// next agent begins with that, and finds what was done to them meanwhile.
+func TestRestoreKnowsRules(t *testing.T) {
+	old := newRig(t)
+	old.proxy(t, nil)
+	pod := old.meshed("web", "web")
+	ns := old.running(t, pod, 1)
+	if _, ok := old.Audit(t.Context(), pod.UID); !ok { // the first of its kind on this node is looked at once
+		t.Fatal("the pod is not enrolled")
+	}
+	known, _, err := old.records.All()
+	must(t, err)
+	seen, ok := old.rules.Seen(known[0].Key.Cookie)
+	if !ok || known[0].Seen != seen || uint64(seen.Generation) != old.generation(t, ns) {
+		t.Fatalf("the record says %+v, known is %+v, %t", known[0].Seen, seen, ok)
+	}
+	next := old.restart(t)
+	if again, ok := next.rules.Seen(known[0].Key.Cookie); !ok || again != seen {
+		t.Errorf("after a restart %+v is known, %t, want %+v", again, ok, seen)
+	}
+
+	must(t, next.rules.Remove(t.Context(), ns.Runner()))
+	last := old.restart(t)
+	last.assertRules(t, ns)
+	known, _, err = old.records.All()
+	must(t, err)
+	if got := known[0].Seen; uint64(got.Generation) <= uint64(seen.Generation) && got != (redirection.Sighting{}) {
+		t.Errorf("after a repair the record says %+v, before it said %+v", got, seen)
+	}
+}
+
 // TestRestoreOfAnotherBoot: records of an earlier boot lead nowhere.
 func TestRestoreOfAnotherBoot(t *testing.T) {
 	old := newRig(t)
@@ -252,11 +283,16 @@ func TestRestoreOfAnotherBoot(t *testing.T) {
 	old.running(t, pod, 1)
 	known, _, err := old.records.All()
 	must(t, err)
-	known[0].Key = podnetns.Key{BootID: "another", Cookie: known[0].Key.Cookie}
+	cookie := known[0].Key.Cookie
+	known[0].Key = podnetns.Key{BootID: "another", Cookie: cookie}
+	known[0].Seen = redirection.Sighting{Generation: 2, Rules: "of another boot"}
 	must(t, old.records.Put(known[0]))
 	r := old.restart(t)
 	if n := len(r.Pods()); n != 0 {
 		t.Errorf("%d pods were taken up by a record of another boot", n)
+	}
+	if seen, is := r.rules.Seen(cookie); is {
+		t.Errorf("of a netns of another boot %+v is known", seen)
 	}
 }
 

@@ -55,6 +55,13 @@ type Redirection interface {
 	Remove(ctx context.Context, run redirection.Runner) error
 }
 
+// Memory is what a Redirection may have besides: what it knows of the packet rules in
+// a netns, named by its cookie, so that after a restart it need not read all of them.
+type Memory interface {
+	Seen(cookie uint64) (redirection.Sighting, bool)
+	Recall(cookie uint64, seen redirection.Sighting)
+}
+
 // Identities is the registry that authorises certificate requests, by pod UID.
 type Identities interface {
 	Register(uid string, id spiffeid.ID) error
@@ -86,6 +93,8 @@ type ProxySet interface {
 type Probes interface {
 	Add(ctx context.Context, uid string, addrs []netip.Addr, ports []uint16) error
 	Remove(ctx context.Context, uid string) error
+	// Together calls fn, and has what is added meanwhile written at its end.
+	Together(ctx context.Context, fn func()) error
 }
 
 // Records keeps a note of each pod on disk, for the agent's next start.
@@ -159,6 +168,7 @@ func (c Config) validate() error {
 type Enroller struct {
 	cfg     Config
 	pins    *podnetns.Pins
+	memory  Memory // nil if the backend has none
 	turns   turns
 	flights flights
 	wake    chan struct{} // holds a token when Run is to look again
@@ -193,6 +203,8 @@ type enrolment struct {
 	// loopbackDown is since when audits have found the pod's loopback device down. The turn alone
 	// protects it.
 	loopbackDown time.Time
+	// recorded is what the pod's record says of its packet rules.
+	recorded redirection.Sighting
 }
 
 // New returns an Enroller with no pod enrolled.
@@ -203,9 +215,11 @@ func New(cfg Config) (*Enroller, error) {
 	if cfg.Reporter == nil {
 		cfg.Reporter = silent{}
 	}
+	memory, _ := cfg.Redirection.(Memory)
 	return &Enroller{
 		cfg:         cfg,
 		pins:        cfg.Pins,
+		memory:      memory,
 		wake:        make(chan struct{}, 1),
 		changed:     make(chan struct{}, 1),
 		applying:    make(chan struct{}, maxApplying),

@@ -8,6 +8,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"ambientd/cni-plugin/podevent"
+	"ambientd/iptables/redirection"
 	"ambientd/nodeagent/podnetns"
 	"ambientd/nodeagent/records"
 	"ambientd/nodeagent/workload"
@@ -37,8 +38,27 @@ func (e *Enroller) remember(uid string) {
 	} else {
 		err = e.cfg.Records.Delete(uid)
 	}
+	if p, enrolled := e.enrolment(uid); enrolled && err == nil {
+		p.recorded = record.Seen
+	}
 	if err != nil {
 		e.cfg.Logger.Warn("a pod's record is not up to date; after a restart it is looked for among the processes", "uid", uid, "err", err)
+	}
+}
+
+// seen is what is known of the packet rules in a netns.
+func (e *Enroller) seen(netns podnetns.Key) (redirection.Sighting, bool) {
+	if e.memory == nil {
+		return redirection.Sighting{}, false
+	}
+	return e.memory.Seen(netns.Cookie)
+}
+
+// keepSeen brings the pod's record up to date if more is known of its packet rules now
+// than that says. The caller holds the pod's turn.
+func (e *Enroller) keepSeen(p *enrolment) {
+	if seen, known := e.seen(p.netns); known && seen != p.recorded {
+		e.remember(p.pod.UID)
 	}
 }
 
@@ -56,6 +76,7 @@ func (e *Enroller) record(uid string) (records.Record, bool) {
 	}
 	if p, enrolled := e.pods[uid]; enrolled {
 		r.Skipped, r.Families, r.Backend = "", p.families.String(), e.cfg.BackendName
+		r.Seen, _ = e.seen(where.key)
 		r.ServiceAccount, r.Annotations, r.Probes = p.pod.ServiceAccount, recordedOptions(p.pod), p.pod.Probes
 	}
 	for of := range e.attachments.ofPod[uid] {
@@ -106,6 +127,9 @@ func (e *Enroller) recall(r records.Record) {
 	defer e.mu.Unlock()
 	e.places[r.UID] = place{
 		namespace: r.Namespace, name: r.Name, path: r.NetnsPath, key: r.Key, ips: r.IPs, kept: r.KeepEstablished, ours: r.Skipped == "",
+	}
+	if e.memory != nil && r.Seen != (redirection.Sighting{}) && r.Key.BootID == e.cfg.Host.Key().BootID {
+		e.memory.Recall(r.Key.Cookie, r.Seen)
 	}
 	for _, a := range r.Attachments {
 		e.attachments.record(podevent.Attachment{ContainerID: a.ContainerID, IfName: a.IfName}, attachment{

@@ -42,7 +42,9 @@ func (e *Enroller) Restore(ctx context.Context) (earlier []string, err error) {
 			wanted = append(wanted, podnetns.Wanted{UID: r.UID, IPs: r.IPs, NetnsPath: r.NetnsPath, Key: r.Key})
 		}
 	}
-	e.restoreFound(ctx, listed, enrolled, wanted)
+	if err := e.cfg.Probes.Together(ctx, func() { e.restoreFound(ctx, listed, enrolled, wanted) }); err != nil {
+		e.cfg.Logger.Warn("probes of some pods may not bypass the proxy until the host is audited", "err", err)
+	}
 	e.forgetGone(listed)
 	return earlier, nil
 }

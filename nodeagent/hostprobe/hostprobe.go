@@ -59,8 +59,10 @@ type Set struct {
 	cfg  Config
 	turn chan struct{} // holds one value while an operation is at work; guards all below
 
-	up      bool // the rule is meant to be there
-	settled bool // every enrolled pod has been added once
+	up      bool                    // the rule is meant to be there
+	waiting bool                    // what is added is not in the kernel yet, see Together
+	noted   []redirection.HostEntry // what that is
+	settled bool                    // every enrolled pod has been added once
 	pods    map[string]*pod
 	owners  map[redirection.HostEntry]int // how many pods have the entry; never 0
 }
@@ -125,6 +127,33 @@ func (s *Set) Add(ctx context.Context, uid string, addrs []netip.Addr, ports []u
 	}
 	p.addressed = p.addressed || len(addrs) > 0
 	s.pods[uid] = p
+	return nil
+}
+
+// Together calls fn, during which Add notes entries in memory alone, and then writes what
+// was noted in as few transactions as it takes: a new agent adds all pods of the one
+// before. What the kernel refuses then is an error of no pod; it is a difference for
+// [Set.Verify] to find.
+func (s *Set) Together(ctx context.Context, fn func()) error {
+	release, err := s.take(ctx)
+	if err != nil {
+		return err
+	}
+	s.waiting = true
+	release()
+	fn()
+	if release, err = s.take(context.WithoutCancel(ctx)); err != nil {
+		return err
+	}
+	defer release()
+	s.waiting = false
+	noted := slices.DeleteFunc(s.noted, func(e redirection.HostEntry) bool { return s.owners[e] == 0 })
+	s.noted = nil
+	for some := range slices.Chunk(noted, MaxEntriesPerPod) {
+		if err := s.cfg.Kernel.AddEntries(ctx, s.cfg.Run, s.cfg.Options, some...); err != nil {
+			return err
+		}
+	}
 	return nil
 }
 
@@ -283,6 +312,10 @@ func (s *Set) ensure(ctx context.Context) error {
 func (s *Set) addElements(ctx context.Context, entries []redirection.HostEntry) error {
 	unowned := slices.DeleteFunc(slices.Clone(entries), func(e redirection.HostEntry) bool { return s.owners[e] > 0 })
 	if len(unowned) == 0 {
+		return nil
+	}
+	if s.waiting {
+		s.noted = append(s.noted, unowned...)
 		return nil
 	}
 	if err := s.cfg.Kernel.AddEntries(ctx, s.cfg.Run, s.cfg.Options, unowned...); err != nil {

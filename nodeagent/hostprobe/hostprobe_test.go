@@ -164,6 +164,58 @@ func TestRestartAfterFlush(t *testing.T) {
 	})
 }
 
+// TestTogether: a new agent's pods are written in one go, without those that could not
+// be taken up; what the kernel refuses is found later.
+func TestTogether(t *testing.T) {
+	eachBackend(t, func(t *testing.T, b backend) {
+		r := newRig(t, b)
+		added := 0
+		r.kernel.before = func(op string, _ redirection.HostEntry) error {
+			if op == "add" {
+				added++
+			}
+			return nil
+		}
+		r.must(r.Together(t.Context(), func() {
+			r.add("p1", "10.0.0.1", "fd00::1")
+			r.add("p2", "10.0.0.2")
+			r.add("failed", "10.0.0.3")
+			r.remove("failed")
+			r.add("p2", "10.0.0.4")
+			if added != 0 {
+				t.Errorf("%d entries were written before the end", added)
+			}
+			r.kernelHolds()
+		}))
+		if added != 4 {
+			t.Errorf("%d entries were written in the end, want 4", added)
+		}
+		r.settle()
+		r.holds("10.0.0.1", "10.0.0.2", "10.0.0.4", "fd00::1")
+		r.add("p3", "10.0.0.5")
+		r.holds("10.0.0.1", "10.0.0.2", "10.0.0.4", "10.0.0.5", "fd00::1")
+
+		r.kernel.before = func(string, redirection.HostEntry) error { return errKernel }
+		if err := r.Together(t.Context(), func() { r.add("p4", "10.0.0.6") }); !errors.Is(err, errKernel) {
+			t.Errorf("the kernel refused, and the error is %v", err)
+		}
+		r.kernel.before = nil
+		r.differs("10.0.0.6")
+		r.must(r.Repair(t.Context()))
+		r.holds("10.0.0.1", "10.0.0.2", "10.0.0.4", "10.0.0.5", "10.0.0.6", "fd00::1")
+
+		ctx, cancel := context.WithCancel(t.Context())
+		if err := r.Together(ctx, cancel); err != nil {
+			t.Errorf("nothing to write, and the error is %v", err)
+		}
+		if err := r.Together(ctx, func() {}); !errors.Is(err, context.Canceled) {
+			t.Errorf("after the deadline: %v", err)
+		}
+		r.add("p5", "10.0.0.7")
+		r.holds("10.0.0.1", "10.0.0.2", "10.0.0.4", "10.0.0.5", "10.0.0.6", "10.0.0.7", "fd00::1")
+	})
+}
+
 // TestUnknownAddresses: while an enrolled pod's addresses are not known, any entry may
 // be its own.
 func TestUnknownAddresses(t *testing.T) {

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"unicode/utf8"
 
+	"ambientd/iptables/redirection"
 	"ambientd/nodeagent/podnetns"
 )
 
@@ -38,6 +39,10 @@ type Record struct {
 	// Backend is what redirects them, such as "nftables"; empty for a skipped pod.
 	Families string `json:"families,omitempty"`
 	Backend  string `json:"backend,omitempty"`
+
+	// Seen is what the backend last knew of the packet rules in the netns; zero if it does
+	// not keep such a thing.
+	Seen redirection.Sighting `json:"seen,omitzero"`
 
 	// ServiceAccount, Annotations (those that are options) and Probes are what the pod's
 	// object said: enough to take the pod up while the object cannot be read.

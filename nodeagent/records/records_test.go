@@ -19,6 +19,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"golang.org/x/sys/unix"
 
+	"ambientd/iptables/redirection"
 	"ambientd/nodeagent/podnetns"
 	"ambientd/nodeagent/records"
 	"ambientd/tools/netnstest"
@@ -52,6 +53,7 @@ func record(uid string) records.Record {
 		Key:      podnetns.Key{BootID: "b0a1e5d2-8a53-4a8a-93a6-0c6f1f3a9b11", Cookie: 1<<63 + 7}, // no float64
 		IPs:      []netip.Addr{netip.MustParseAddr("10.0.0.2"), netip.MustParseAddr("fd00::2")},
 		Families: "ipv4,ipv6", Backend: "nftables",
+		Seen:        redirection.Sighting{Generation: 7, Rules: "which", Numbered: true},
 		Attachments: []records.Attachment{{Network: "k8s", ContainerID: "c1", IfName: "eth0"}, {Network: "k8s", ContainerID: "c1", IfName: "net1"}},
 	}
 }
