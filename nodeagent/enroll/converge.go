@@ -115,6 +115,10 @@ func (e *Enroller) plan(l listing) plan {
 // converge carries out the plan once. Pods that could not be enrolled, or were not
 // found running, are noted in again.
 func (e *Enroller) converge(ctx context.Context, again retries) {
+	for _, uid := range e.takeReleased() {
+		// It may have been looked for in vain before it ran: its operator does not wait for that.
+		delete(again, uid)
+	}
 	p := e.plan(e.list())
 	again.keep(p.enrol)
 	// As when an earlier agent ended between the withdrawal and the word of it: whoever believed

@@ -3,6 +3,7 @@
 package enroll_test
 
 import (
+	"context"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -11,6 +12,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -338,6 +340,61 @@ func TestWithhold(t *testing.T) {
 		t.Errorf("taken out were %v, want both", out)
 	}
 	assertNoRules(t, ns)
+}
+
+// searches tells of each search for running pods.
+type searches struct {
+	enroll.Finder
+	begun chan struct{}
+}
+
+func (s searches) Find(ctx context.Context, wanted []podnetns.Wanted) (map[string]*podnetns.Netns, map[string]error) {
+	select {
+	case s.begun <- struct{}{}:
+	default:
+	}
+	return s.Finder.Find(ctx, wanted)
+}
+
+// TestReleaseDoesNotWait: a pod that was looked for in vain before it ran, as one with a manifest
+// is, comes back when its operator says so, and not with the next search in up to 30 s.
+func TestReleaseDoesNotWait(t *testing.T) {
+	begun := make(chan struct{}, 1)
+	r := newRig(t, func(c *enroll.Config) { c.Finder = searches{c.Finder, begun} })
+	r.proxy(t, nil)
+	pod := r.meshed("web", "web")
+	r.follow(t)
+	<-begun
+	r.running(t, pod, 1)
+	_, err := r.Withhold(t.Context(), []string{"shop/web"})
+	must(t, err)
+	_, err = r.Release([]string{"shop/web"})
+	must(t, err)
+	before := time.Now()
+	r.await(t, r.allInState(1))
+	if took := time.Since(before); took > 10*time.Second {
+		t.Errorf("it came back after %v", took)
+	}
+}
+
+// TestReleasedSaysSo: until it is enrolled, status does not go on saying that it was withdrawn.
+func TestReleasedSaysSo(t *testing.T) {
+	r := newRig(t)
+	r.proxy(t, nil)
+	for i, name := range []string{"gone", "web"} {
+		r.running(t, r.meshed(name, "web"), i+1)
+	}
+	_, err := r.Withhold(t.Context(), nil)
+	must(t, err)
+	unlabelled := r.meshed("gone", "web")
+	unlabelled.NamespaceLabels = nil
+	r.pods.put(unlabelled)
+	_, err = r.Release(nil)
+	must(t, err)
+	skipped := r.Skipped()
+	if len(skipped) != 2 || !strings.HasPrefix(skipped[0].Reason, "no selector matches") || !strings.HasPrefix(skipped[1].Reason, "an operator has let it back in") {
+		t.Errorf("outside are %+v", skipped)
+	}
 }
 
 // TestAudit: a healthy pod costs no write; each part that is lost is named and put

@@ -181,6 +181,7 @@ type Enroller struct {
 	pods        map[string]*enrolment   // by pod UID
 	places      map[string]place        // by pod UID, also of pods outside the mesh
 	withheld    map[string]bool         // by pod UID: withdrawn by an operator, to stay out
+	released    []string                // pod UIDs that are not withheld any more, for Run
 	ended       map[string]podnetns.Key // by pod UID: the netns of a sandbox whose last DEL came
 	changes     map[string]struct{}     // by pod UID: enrolled or withdrawn since Changes was called
 	attachments attachments

@@ -18,6 +18,9 @@ var ErrNoSuchPod = errors.New("no such pod on this node")
 // withheldReason is why a withheld pod is outside the mesh.
 const withheldReason = "an operator has withdrawn it"
 
+// releasedReason is why it is still outside when the operator has let it back in.
+const releasedReason = "an operator has let it back in; it is enrolled as soon as its network namespace is found"
+
 // decide says whether a pod that starts belongs in the mesh: the policy's word, unless
 // an operator has had the last one.
 func (e *Enroller) decide(pod workload.Pod) workload.Decision {
@@ -84,6 +87,12 @@ func (e *Enroller) Release(names []string) ([]string, error) {
 	for _, pod := range inventory {
 		if e.withheld[pod.UID] && (len(names) == 0 || isNamed(pod, names)) {
 			delete(e.withheld, pod.UID)
+			e.released = append(e.released, pod.UID)
+			reason := releasedReason
+			if decision := e.cfg.Policy.Decide(pod); !decision.InMesh {
+				reason = decision.Reason
+			}
+			e.attachments.setSkipped(pod.UID, e.places[pod.UID].key, reason)
 			out = append(out, pod.String())
 		}
 	}
@@ -99,6 +108,15 @@ func (e *Enroller) Release(names []string) ([]string, error) {
 	}
 	slices.Sort(out)
 	return out, nil
+}
+
+// takeReleased returns the pods that have been let back in since it was called last.
+func (e *Enroller) takeReleased() []string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	released := e.released
+	e.released = nil
+	return released
 }
 
 // named returns the pods that an operator means.
