@@ -82,11 +82,23 @@ func ask(ctx context.Context, socket string, q question, target any) error {
 	if err != nil {
 		return fmt.Errorf("asking the agent on %s for %s: %w%s", socket, q.subject, err, advice(err))
 	}
-	if err := errors.Join(read(resp, target), resp.Body.Close()); err != nil {
+	err = read(resp, target)
+	closed := resp.Body.Close()
+	if refusal, ok := errors.AsType[*refusal](err); ok {
+		return refusal
+	}
+	if err := errors.Join(err, closed); err != nil {
 		return fmt.Errorf("reading what the agent on %s answers about %s: %w", socket, q.subject, err)
 	}
 	return nil
 }
+
+// refusal is the agent's own word on why it does not do what it was asked for. It needs no words
+// on how it came here.
+type refusal struct{ text string }
+
+// Error is the agent's text.
+func (r *refusal) Error() string { return r.text }
 
 func read(resp *http.Response, target any) error {
 	body := io.LimitReader(resp.Body, maxAnswerBytes)
@@ -95,7 +107,7 @@ func read(resp *http.Response, target any) error {
 	}
 	var told failure
 	if json.NewDecoder(body).Decode(&told) == nil && told.Error != "" {
-		return errors.New(told.Error)
+		return &refusal{text: told.Error}
 	}
 	return fmt.Errorf("it answered %s", resp.Status)
 }

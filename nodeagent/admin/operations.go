@@ -42,7 +42,7 @@ type Operations interface {
 }
 
 // ErrNoSuchPod says that an operator named a pod that is not there.
-var ErrNoSuchPod = errors.New("no such pod")
+var ErrNoSuchPod = errors.New("no such pod on this node; name it as NAMESPACE/NAME, or by its UID")
 
 // Selection is which pods an operation is for: all, or those named by UID or as
 // "namespace/name". Exactly one of the two is given.

@@ -162,7 +162,10 @@ func TestWithdrawAndEnrol(t *testing.T) {
 			t.Errorf("none: %+v, %v", outcome, err)
 		}
 		_, err := do(t.Context(), path, admin.Selection{Pods: []string{"shop/nobody"}})
-		wantError(t, err, nil, path, "shop/nobody: no such pod")
+		// The agent's own words, as they are.
+		if want := "shop/nobody: no such pod on this node; name it as NAMESPACE/NAME, or by its UID"; err == nil || err.Error() != want {
+			t.Errorf("nobody: %v, want %s", err, want)
+		}
 		outcome, err := do(t.Context(), path, admin.Selection{All: true})
 		if wantError(t, err, nil, "pod shop/api: no memory"); len(outcome.Pods) != 1 {
 			t.Errorf("all: %+v", outcome)

@@ -71,7 +71,7 @@ func (o *operations) selected(ctx context.Context, names []string) ([]admin.PodS
 		// What has just been written is not in the list yet.
 		namespace, short, _ := strings.Cut(name, "/")
 		if _, err := o.parts.pods.Lookup(ctx, namespace, short, ""); err != nil {
-			return nil, fmt.Errorf("%s: %w on this node", name, admin.ErrNoSuchPod)
+			return nil, fmt.Errorf("%s: %w", name, admin.ErrNoSuchPod)
 		}
 		pods = append(pods, admin.PodStatus{Namespace: namespace, Name: short})
 	}
@@ -173,10 +173,16 @@ func (o *operations) Enrol(_ context.Context, pods admin.Selection) (admin.Outco
 // outcome tells an operator's mistake from pods in which something did not work.
 func outcome(pods []string, err error) (admin.Outcome, error) {
 	if errors.Is(err, enroll.ErrNoSuchPod) {
-		return admin.Outcome{}, fmt.Errorf("%w: %w", admin.ErrNoSuchPod, err)
+		return admin.Outcome{}, noSuchPod{err}
 	}
 	return admin.Outcome{Pods: pods, Error: text(err)}, nil
 }
+
+// noSuchPod is an operator's mistake, in the enroller's words.
+type noSuchPod struct{ error }
+
+// Is makes it admin.ErrNoSuchPod.
+func (noSuchPod) Is(target error) bool { return target == admin.ErrNoSuchPod }
 
 func text(err error) string {
 	if err == nil {

@@ -100,7 +100,7 @@ func checkWithdraw(t *testing.T, r *running, one, two *sandbox) {
 			return err
 		},
 	} {
-		if err := nobody(); err == nil || !strings.Contains(err.Error(), "no such pod") {
+		if err := nobody(); err == nil || !strings.HasPrefix(err.Error(), "shop/nobody: no such pod on this node; ") {
 			t.Errorf("a pod that is not there: %v", err)
 		}
 	}

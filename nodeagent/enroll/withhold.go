@@ -13,7 +13,7 @@ import (
 )
 
 // ErrNoSuchPod says that an operator named a pod that is not there.
-var ErrNoSuchPod = errors.New("no such pod on this node")
+var ErrNoSuchPod = errors.New("no such pod on this node; name it as NAMESPACE/NAME, or by its UID")
 
 // withheldReason is why a withheld pod is outside the mesh.
 const withheldReason = "an operator has withdrawn it"
