@@ -175,6 +175,10 @@ func installPlugin(ctx context.Context, args []string, stdout io.Writer) error {
 	if err != nil {
 		return err
 	}
+	cfg.Waiting = func(why error) {
+		// Nothing depends on whether it is seen.
+		_, _ = fmt.Fprintf(stdout, "waiting, up to %s: %v\n", cfg.Wait, why)
+	}
 	result, err := install.Install(ctx, cfg)
 	var report strings.Builder
 	for _, file := range []struct {

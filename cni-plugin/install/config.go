@@ -18,11 +18,12 @@ const (
 
 // Config says what is installed, and where.
 type Config struct {
-	BinDir  string        // the runtime's, of plugins; required, and must exist
-	ConfDir string        // the runtime's, of network configurations; required, and must exist
-	Plugin  string        // the binary to copy; required by Install
-	Entry   Entry         // what the network configuration gets
-	Wait    time.Duration // for a network configuration to appear
+	BinDir  string          // the runtime's, of plugins; required, and must exist
+	ConfDir string          // the runtime's, of network configurations; required, and must exist
+	Plugin  string          // the binary to copy; required by Install
+	Entry   Entry           // what the network configuration gets
+	Wait    time.Duration   // for a network configuration to appear
+	Waiting func(why error) // told once, when it begins to wait; may be nil
 }
 
 // Entry is our plugin's part of a network configuration. What is zero is left out, and so

@@ -106,6 +106,9 @@ func copyBinary(from, to string) (written bool, err error) {
 			return false, nil
 		}
 	}
+	if _, err := os.Stat(filepath.Dir(to)); errors.Is(err, fs.ErrNotExist) {
+		return false, fmt.Errorf("%w; it is where the runtime looks for plugins: name the right directory, or create it", err)
+	}
 	if err := write(to, content, executable{}); err != nil {
 		return false, err
 	}

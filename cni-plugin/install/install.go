@@ -59,6 +59,10 @@ func Install(ctx context.Context, cfg Config) (Result, error) {
 		if !errors.Is(err, errNotYet) || time.Now().Add(retryPause).After(deadline) {
 			return result, err
 		}
+		if cfg.Waiting != nil {
+			cfg.Waiting(err)
+			cfg.Waiting = nil
+		}
 		select {
 		case <-ctx.Done():
 			return result, fmt.Errorf("%w; stopped waiting for it", err)

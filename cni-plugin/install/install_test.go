@@ -340,6 +340,8 @@ func TestWaits(t *testing.T) {
 	n := newNode(t)
 	must(t, os.Remove(n.cfg.ConfDir))
 	n.cfg.Wait = time.Minute
+	var told []string
+	n.cfg.Waiting = func(why error) { told = append(told, why.Error()) }
 	type outcome struct {
 		Result
 		err error
@@ -362,6 +364,9 @@ func TestWaits(t *testing.T) {
 		t.Errorf("%+v", o)
 	}
 	n.want(map[string]string{"10-a.conflist": chained})
+	if len(told) != 1 || !strings.HasPrefix(told[0], errNotYet.Error()) {
+		t.Errorf("of its waiting it told %q", told)
+	}
 }
 
 func awaitFile(t *testing.T, path string) {
@@ -397,7 +402,7 @@ func TestInstallRefuses(t *testing.T) {
 		{"too large", map[string]string{"10-a.conflist": chainOf + strings.Repeat(" ", maxConf)}, nil, "more than 1048576 bytes"},
 		{"no binary to copy", map[string]string{"10-a.conflist": chainOf}, func(n *node) { n.cfg.Plugin += "2" }, "new2: no such file"},
 		{"an empty one", map[string]string{"10-a.conflist": chainOf}, func(n *node) { must(n.t, os.Truncate(n.cfg.Plugin, 0)) }, "is empty"},
-		{"no directory for it", map[string]string{"10-a.conflist": chainOf}, func(n *node) { n.cfg.BinDir += "2" }, "bin2"},
+		{"no directory for it", map[string]string{"10-a.conflist": chainOf}, func(n *node) { n.cfg.BinDir += "2" }, "bin2: no such file or directory; it is where the runtime looks for plugins"},
 		{"relative", nil, func(n *node) { n.cfg.ConfDir = "net.d" }, "absolute"},
 		{"relative binary", nil, func(n *node) { n.cfg.Plugin = "p" }, "absolute"},
 		{"negative wait", nil, func(n *node) { n.cfg.Wait = -1 }, "negative"},
@@ -411,8 +416,12 @@ func TestInstallRefuses(t *testing.T) {
 			if c.prepare != nil {
 				c.prepare(n)
 			}
-			if _, err := Install(t.Context(), n.cfg); err == nil || !strings.Contains(err.Error(), c.text) {
+			result, err := Install(t.Context(), n.cfg)
+			if err == nil || !strings.Contains(err.Error(), c.text) {
 				t.Errorf("error: %v, want %q", err, c.text)
+			}
+			if _, err := os.Stat(filepath.Join(n.cfg.BinDir, PluginName)); result.BinaryWritten != (err == nil) {
+				t.Errorf("the result says that the binary was written: %t; it is there: %v", result.BinaryWritten, err)
 			}
 			n.cfg.ConfDir = dir
 			for name, content := range c.files {
