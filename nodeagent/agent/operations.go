@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -40,9 +41,14 @@ func (o *operations) Verify(ctx context.Context, req admin.VerifyRequest) (admin
 	if err != nil {
 		return admin.VerifyResult{}, err
 	}
-	result := admin.VerifyResult{Pods: o.verifyPods(ctx, pods)}
-	differences, err := o.parts.auditor.Host(ctx)
-	result.Host = admin.HostFinding{Differences: differences, Error: text(err)}
+	var result admin.VerifyResult
+	var host sync.WaitGroup
+	host.Go(func() {
+		differences, err := o.parts.auditor.Host(ctx)
+		result.Host = admin.HostFinding{Differences: differences, Error: text(err)}
+	})
+	result.Pods = o.verifyPods(ctx, pods)
+	host.Wait()
 	if req.Probes {
 		o.probe(ctx, pods, result.Pods)
 	}
@@ -75,7 +81,9 @@ func (o *operations) selected(ctx context.Context, names []string) ([]admin.PodS
 		}
 		pods = append(pods, admin.PodStatus{Namespace: namespace, Name: short})
 	}
-	slices.SortStableFunc(pods, func(a, b admin.PodStatus) int { return strings.Compare(nameOf(a), nameOf(b)) })
+	slices.SortStableFunc(pods, func(a, b admin.PodStatus) int {
+		return cmp.Or(strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name))
+	})
 	return pods, nil
 }
 

@@ -3,6 +3,7 @@
 package enroll
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strings"
@@ -53,7 +54,7 @@ func (e *Enroller) podsNow() ([]admin.PodStatus, map[string]struct{}) {
 		pods = append(pods, s)
 	}
 	slices.SortFunc(pods, func(a, b admin.PodStatus) int {
-		return strings.Compare(a.Namespace+"/"+a.Name+"/"+a.UID, b.Namespace+"/"+b.Name+"/"+b.UID)
+		return cmp.Or(strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name), strings.Compare(a.UID, b.UID))
 	})
 	return pods, keepers
 }
