@@ -24,7 +24,7 @@ COMMON := ./common.sh
 
 .PHONY: help
 help: ## Show these targets.
-	awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	echo
 	echo "  ARGS=...         arguments for demo (--json, --hold, --redirection=iptables), bench, lint (--fix)"
 	echo '  TESTFLAGS=...    flags for go test (-short, -run=NAME, -count=1)'
@@ -110,14 +110,17 @@ test-api: require-test devcluster ## Run the tests that need a Kubernetes API se
 NODES ?= 2
 NODE_PROXY ?= devproxy
 
+.PHONY: require-node-proxy
+require-node-proxy:
+	$(COMMON) require_node_proxy $(NODE_PROXY) $(TARGET_ARCH)
+
 # Compiled before the cluster is there, as for test-api.
 .PHONY: e2e
-e2e: require-test devcluster image ## Run ambientd on a real cluster of NODES=2 and see what becomes of pods (as root).
+e2e: require-node-proxy require-test devcluster $(if $(filter ztunnel,$(NODE_PROXY)),dev-image,image) ## Run ambientd on a real cluster of NODES=2 and see what becomes of pods (as root).
 	$(COMMON) require_commands containerd:containerd runc:runc busybox:busybox-static
-	$(COMMON) require_node_proxy $(NODE_PROXY) $(TARGET_ARCH)
 	CGO_ENABLED=1 go test -race -tags=e2e -run='^$$' -exec=true ./tools/e2e >/dev/null
 	CGO_ENABLED=1 E2E_NODE_PROXY=$(NODE_PROXY) out/devcluster run --nodes=$(NODES) \
-		$(patsubst %,--image=out/image/%.tar,ambientd testapp $(NODE_PROXY)) -- \
+		$(patsubst %,--image=out/image/%.tar,ambientd testapp $(if $(filter ztunnel,$(NODE_PROXY)),ambientd-dev,$(NODE_PROXY))) -- \
 		go test -race -tags=e2e -v -count=1 -timeout=15m $(TESTFLAGS) ./tools/e2e
 
 # How long `make soak` lets pods come and go.

@@ -44,6 +44,7 @@ type cluster struct {
 	config *rest.Config
 	client kubernetes.Interface
 	nodes  []node
+	proxy  string      // Devproxy or Ztunnel
 	cached cache.Store // all pods, as a watch tells of them
 	logs   *logs
 	news   *news
@@ -82,7 +83,7 @@ func join(t *testing.T) *cluster {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &cluster{config: config, client: client, news: newNews()}
+	c := &cluster{config: config, client: client, news: newNews(), proxy: environment(t, "E2E_NODE_PROXY")}
 	c.logs = newLogs(c)
 	count, err := strconv.Atoi(environment(t, "DEVCLUSTER_NODES"))
 	if err != nil || count == 0 {
@@ -187,9 +188,11 @@ func (c *cluster) pod(namespace, name string) (*corev1.Pod, error) {
 // deploy applies the manifests as an operator does, with the patches of this test.
 func (c *cluster) deploy(t *testing.T, denied string) {
 	t.Helper()
-	objects, err := ReadManifests("../../deploy/manifests/*.yaml", "../../deploy/dev/devproxy.yaml")
+	manifests, err := Manifests(c.proxy)
 	must(t, err)
-	patches := Patches(denied)
+	objects, err := ReadManifests(manifests...)
+	must(t, err)
+	patches := Patches(c.proxy, denied)
 	must(t, Apply(patches, objects))
 	for _, patch := range patches {
 		t.Logf("otherwise than in the manifests: %s", patch)

@@ -29,16 +29,40 @@ type Patch struct {
 // String says what is patched and why.
 func (p Patch) String() string { return p.Kind + " " + p.Name + ": " + p.Why }
 
-// Patches are all of them, for a namespace to whose pods the proxy lets nobody through.
-func Patches(denied string) []Patch {
-	return []Patch{
+// Node proxies that the tests can be run with.
+const (
+	Devproxy = "devproxy"
+	// Ztunnel takes pods and forwards nothing, without a control plane: what is seen of pods in
+	// the proxy's log or in their traffic is left out.
+	Ztunnel = "ztunnel"
+)
+
+// Manifests are the files that are applied with the node proxy, as patterns relative to this
+// directory.
+func Manifests(proxy string) ([]string, error) {
+	switch proxy {
+	case Devproxy:
+		return []string{"../../deploy/manifests/*.yaml", "../../deploy/dev/devproxy.yaml"}, nil
+	case Ztunnel:
+		return []string{"../../deploy/manifests/*.yaml", "ztunnel.yaml"}, nil
+	}
+	return nil, fmt.Errorf("no manifest for the node proxy %q: %s or %s", proxy, Devproxy, Ztunnel)
+}
+
+// Patches are all of them with the node proxy, for a namespace to whose pods it lets nobody
+// through if it can.
+func Patches(proxy, denied string) []Patch {
+	patches := []Patch{
 		{"DaemonSet", "ambientd", "on nodes with the label " + AgentLabel + "=on only, so that a test can have the agent away from one node",
 			func(object map[string]any) error {
 				return unstructured.SetNestedField(object, "on", "spec", "template", "spec", "nodeSelector", AgentLabel)
 			}},
-		{"DaemonSet", "devproxy", "denies all traffic to the pods of " + denied,
-			func(object map[string]any) error { return addArgs(object, "--deny="+denied+"/*") }},
 	}
+	if proxy == Devproxy {
+		patches = append(patches, Patch{"DaemonSet", Devproxy, "denies all traffic to the pods of " + denied,
+			func(object map[string]any) error { return addArgs(object, "--deny="+denied+"/*") }})
+	}
+	return patches
 }
 
 // addArgs gives the only container of a DaemonSet further arguments.

@@ -3,42 +3,60 @@
 package e2e
 
 import (
+	"maps"
 	"slices"
 	"strings"
 	"testing"
 
-	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	appsv1 "k8s.io/api/apps/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 )
 
-// The patches fit the manifests as they are; nothing else of them changes.
+// The patches fit the manifests as they are; nothing else of them changes. What runs are
+// images that `make e2e` makes, and fields that the API knows.
 func TestPatchesFitManifests(t *testing.T) {
-	objects, err := ReadManifests("../../deploy/manifests/*.yaml", "../../deploy/dev/devproxy.yaml")
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := Apply(Patches("denied"), objects); err != nil {
-		t.Fatal(err)
-	}
-	for _, object := range objects {
-		if object.GetKind() != "DaemonSet" {
-			continue
-		}
-		selector, _, err := unstructured.NestedStringMap(object.Object, "spec", "template", "spec", "nodeSelector")
-		if err != nil || selector["kubernetes.io/os"] != "linux" || (selector[AgentLabel] == "on") != (object.GetName() == "ambientd") {
-			t.Errorf("%s has the node selector %v (%v)", object.GetName(), selector, err)
-		}
-		containers, _, err := unstructured.NestedSlice(object.Object, "spec", "template", "spec", "containers")
-		if err != nil || len(containers) != 1 {
-			t.Fatalf("%s has %d containers (%v)", object.GetName(), len(containers), err)
-		}
-		args, _, err := unstructured.NestedStringSlice(containers[0].(map[string]any), "args")
-		if err != nil || slices.Contains(args, "--deny=denied/*") != (object.GetName() == "devproxy") {
-			t.Errorf("%s has the arguments %q (%v)", object.GetName(), args, err)
-		}
+	for proxy, image := range map[string]string{Devproxy: "localhost/devproxy:dev", Ztunnel: "localhost/ambientd-dev:dev"} {
+		t.Run(proxy, func(t *testing.T) {
+			patterns, err := Manifests(proxy)
+			if err != nil {
+				t.Fatal(err)
+			}
+			objects, err := ReadManifests(patterns...)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := Apply(Patches(proxy, "denied"), objects); err != nil {
+				t.Fatal(err)
+			}
+			got := map[string]string{}
+			for _, object := range objects {
+				if object.GetKind() != "DaemonSet" {
+					continue
+				}
+				var set appsv1.DaemonSet
+				if err := runtime.DefaultUnstructuredConverter.FromUnstructuredWithValidation(object.Object, &set, true); err != nil {
+					t.Errorf("%s: %v", object.GetName(), err)
+				}
+				pod := set.Spec.Template.Spec
+				got[set.Name] = pod.Containers[0].Image
+				if pod.NodeSelector["kubernetes.io/os"] != "linux" || (pod.NodeSelector[AgentLabel] == "on") != (set.Name == "ambientd") {
+					t.Errorf("%s has the node selector %v", set.Name, pod.NodeSelector)
+				}
+				if slices.Contains(pod.Containers[0].Args, "--deny=denied/*") != (set.Name == Devproxy) {
+					t.Errorf("%s has the arguments %q", set.Name, pod.Containers[0].Args)
+				}
+			}
+			if want := map[string]string{"ambientd": "localhost/ambientd:dev", proxy: image}; !maps.Equal(got, want) {
+				t.Errorf("the images are %v, want %v", got, want)
+			}
+		})
 	}
 }
 
 func TestManifestsRefused(t *testing.T) {
+	if got, err := Manifests("envoy"); err == nil {
+		t.Errorf("an unknown proxy has the manifests %q", got)
+	}
 	if _, err := ReadManifests("testdata/none/*.yaml"); err == nil {
 		t.Error("no manifest is no error")
 	}
@@ -48,7 +66,7 @@ func TestManifestsRefused(t *testing.T) {
 	if _, err := parseManifests([]byte("kind: [\n")); err == nil {
 		t.Error("broken YAML is no error")
 	}
-	err := Apply(Patches("denied"), nil)
+	err := Apply(Patches(Devproxy, "denied"), nil)
 	if err == nil || !strings.Contains(err.Error(), AgentLabel) {
 		t.Errorf("patching what is not there: %v", err)
 	}
