@@ -30,12 +30,13 @@ func (s *soak) awaitConsistent(what string) {
 	began := time.Now()
 	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()
-	for {
+	for last := error(nil); ; {
 		err := s.consistent()
 		if err == nil {
-			s.t.Logf("%s, after %s", what, time.Since(began).Round(time.Millisecond))
+			s.t.Logf("%s, after %s; what took so long: %v", what, time.Since(began).Round(time.Millisecond), last)
 			return
 		}
+		last = err
 		if time.Since(began) > 2*patience {
 			s.t.Fatalf("%s: %v\nthe agent's log ends with:\n%s", what, err, s.agent.tail())
 		}

@@ -26,6 +26,10 @@ import (
 	"ambientd/cni-plugin/podevent"
 )
 
+// mostAttempts is how often the start of a pod is tried; an agent that was killed is away for
+// less than a second.
+const mostAttempts = 60
+
 // life is a place on the node for one pod after the other, with what kubelet and the
 // runtime do for it. One thing at a time happens to it.
 type life struct {
@@ -93,11 +97,12 @@ func (l *life) begin(ctx context.Context) error {
 		if err == nil && reply.Error == nil {
 			break
 		}
-		if err == nil && reply.Error.Code != podevent.CodeTryAgain {
-			return fmt.Errorf("ADD of %s/%s: %w", l.pod.Namespace, l.pod.Name, reply.Error)
+		again := true
+		if err == nil {
+			err, again = reply.Error, reply.Error.Code == podevent.CodeTryAgain
 		}
-		if attempt == 60 {
-			return fmt.Errorf("ADD of %s/%s: %d attempts, the last one: %v %w", l.pod.Namespace, l.pod.Name, attempt, reply.Error, err)
+		if !again || attempt == mostAttempts {
+			return fmt.Errorf("ADD of %s/%s: attempt %d: %w", l.pod.Namespace, l.pod.Name, attempt, err)
 		}
 		// The agent is away: the runtime tears the sandbox down, and kubelet has another made.
 		if err := l.tearDown(ctx); err != nil {
