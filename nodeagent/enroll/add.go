@@ -77,7 +77,7 @@ func (e *Enroller) enrol(ctx context.Context, req podevent.Request, pod workload
 	if err != nil {
 		return nil, &StepError{Step: stepNetns, Err: err}
 	}
-	w := way{redirect: e.redirect, announce: e.announce, certify: e.awaitCertificate}
+	w := way{redirect: e.redirectStarting, announce: e.announce, certify: e.awaitCertificate}
 	p, enrolled := e.enrolment(pod.UID)
 	if enrolled && p.netns == ns.Key() {
 		e.addAddresses(p, req.IPs)

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	googlenft "github.com/google/nftables"
+	"github.com/vishvananda/netlink"
 
 	"ambientd/cni-plugin/podevent"
 	"ambientd/iptables/redirection"
@@ -545,4 +546,27 @@ func TestManyAtOnce(t *testing.T) {
 	if !slices.IsSortedFunc(r.Pods(), func(a, b admin.PodStatus) int { return strings.Compare(a.Name, b.Name) }) {
 		t.Error("status is not sorted")
 	}
+}
+
+// TestAddWaitsForLoopback: the runtime may bring the loopback device up while it calls our
+// plugin already, as containerd does.
+func TestAddWaitsForLoopback(t *testing.T) {
+	r := newRig(t)
+	r.proxy(t, nil)
+	ns := netnstest.New(t)
+	set := func(change func(netlink.Link) error) error {
+		return ns.Runner()(func() error {
+			lo, err := netlink.LinkByName("lo")
+			if err != nil {
+				return err
+			}
+			return change(lo)
+		})
+	}
+	must(t, set(netlink.LinkSetDown))
+	up := make(chan error, 1)
+	time.AfterFunc(200*time.Millisecond, func() { up <- set(netlink.LinkSetUp) })
+	want(t, r.add(t.Context(), r.meshed("web", "web"), "c-web", ns), podevent.ResultEnrolled)
+	must(t, <-up)
+	r.assertRules(t, ns)
 }

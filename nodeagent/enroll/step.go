@@ -6,7 +6,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
+	"ambientd/iptables/policyroute"
 	"ambientd/iptables/redirection"
 	"ambientd/nodeagent/podnetns"
 	"ambientd/nodeagent/workload"
@@ -163,6 +165,30 @@ func (e *Enroller) pin(uid string, ns *podnetns.Netns) error {
 		return errors.Join(err, ns.Close())
 	}
 	return nil
+}
+
+const (
+	// loopbackTime is how long the loopback device of a pod that starts may be down. containerd
+	// attaches a pod to its networks at the same time, loopback among them.
+	loopbackTime = 2 * time.Second
+	loopbackLook = 20 * time.Millisecond
+)
+
+// redirectStarting is redirect for a pod whose loopback device may be coming up yet.
+func (e *Enroller) redirectStarting(ctx context.Context, p *enrolment, ns *podnetns.Netns) error {
+	ticker := time.NewTicker(loopbackLook)
+	defer ticker.Stop()
+	for end := time.Now().Add(loopbackTime); ; {
+		err := e.redirect(ctx, p, ns)
+		if !errors.Is(err, policyroute.ErrLoopbackDown) || time.Now().After(end) {
+			return err
+		}
+		select {
+		case <-ticker.C:
+		case <-ctx.Done():
+			return errors.Join(context.Cause(ctx), err)
+		}
+	}
 }
 
 func (e *Enroller) redirect(ctx context.Context, p *enrolment, ns *podnetns.Netns) error {
