@@ -85,6 +85,8 @@ func (e *Enroller) plan(l listing) plan {
 			p.withdraw[pod.UID] = decision.Reason
 		case known && e.changedOptions(current, pod):
 			p.reapply = append(p.reapply, pod)
+		case !known && decision.InMesh && e.isOver(pod.UID):
+			// Its object is there for a while yet, and its address may be another pod's by now.
 		case !known && decision.InMesh && !e.withheld[pod.UID]:
 			p.enrol = append(p.enrol, pod)
 		case !known && pod.Annotations[workload.AnnotationRedirection] != "":

@@ -10,10 +10,12 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"ambientd/cni-plugin/podevent"
@@ -132,6 +134,46 @@ func TestEndedSandbox(t *testing.T) {
 	r.await(t, r.allInState(0)) // so Run has looked at both
 	r.assertNothing(t, peer, pod, ns)
 	want(t, r.add(t.Context(), pod, "c-again", ns), podevent.ResultEnrolled)
+}
+
+// TestEndedPodsAddress: a pod's address goes to another as soon as its sandbox has ended,
+// while its object is still there. It is not taken for that pod, whose ADD has yet to come.
+// Case 7 with a pod that is found by its address.
+func TestEndedPodsAddress(t *testing.T) {
+	netnsDir := t.TempDir()
+	r := newRig(t, func(c *enroll.Config) {
+		finder, err := podnetns.NewFinder(podnetns.FinderConfig{Host: c.Host, Holders: c.Pins, ProcRoot: t.TempDir(), NetnsDirs: []string{netnsDir}})
+		must(t, err)
+		c.Finder = finder
+	})
+	r.proxy(t, nil)
+	old, next := r.meshed("old", "web"), r.meshed("next", "web")
+	old.IPs = []netip.Addr{netip.MustParseAddr("10.1.0.1")}
+	r.pods.put(old)
+	r.running(t, old, 1)
+	want(t, r.del(t.Context(), old, "c-old", nil), podevent.ResultWithdrawn)
+	ns := netnstest.New(t)
+	ns.Do(t, func() error {
+		lo, err := netlink.LinkByName("lo")
+		if err != nil {
+			return err
+		}
+		return netlink.AddrAdd(lo, &netlink.Addr{IPNet: netlink.NewIPNet(old.IPs[0].AsSlice())})
+	})
+	path := filepath.Join(netnsDir, "next")
+	must(t, os.WriteFile(path, nil, 0o600))
+	must(t, unix.Mount(fmt.Sprintf("/proc/self/fd/%d", ns.File().Fd()), path, "", unix.MS_BIND, ""))
+	t.Cleanup(func() { must(t, unix.Unmount(path, unix.MNT_DETACH)) })
+	r.follow(t)
+	other := r.meshed("other", "other")
+	r.running(t, other, 2)
+	other.NamespaceLabels = nil
+	r.pods.put(other)
+	r.await(t, func() bool {
+		return !slices.ContainsFunc(r.Pods(), func(p admin.PodStatus) bool { return p.UID == other.UID })
+	}) // so Run has looked at all
+	assertNoRules(t, ns)
+	want(t, r.add(t.Context(), next, "c-next", ns), podevent.ResultEnrolled)
 }
 
 // TestOptionsChange: an annotation of a running pod is applied in place; one that

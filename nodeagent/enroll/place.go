@@ -148,12 +148,21 @@ func (e *Enroller) end(uid string, netns podnetns.Key) {
 	e.forgetPlace(uid)
 }
 
-// hasEnded tells whether the runtime has ended the pod's sandbox with that netns.
+// isOver tells whether the runtime has ended the pod's only sandbox, and no ADD has told of
+// another since. The caller holds Enroller.mu.
+func (e *Enroller) isOver(uid string) bool {
+	_, ended := e.ended[uid]
+	_, runs := e.places[uid]
+	return ended && !runs
+}
+
+// hasEnded tells whether the runtime has ended the pod's sandbox with that netns, or its only
+// one.
 func (e *Enroller) hasEnded(uid string, netns podnetns.Key) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	key, ok := e.ended[uid]
-	return ok && key == netns
+	return ok && key == netns || e.isOver(uid)
 }
 
 // forgetPlace lets go of all that is known of a pod that does not run here any more.
