@@ -66,7 +66,8 @@ artifact_main() {
 			return
 			;;
 		*)
-			artifact_usage >&2
+			# What was given is not shown: it may be a URL with a secret.
+			say "error: this takes --dry-run, --print-path, --help or no argument; settings are read from the environment (tools/download-${artifact[name]}.sh --help)"
 			exit 2
 			;;
 	esac

@@ -258,8 +258,10 @@ host_arch() {
 }
 
 @test "what makes no sense is refused before anything is asked" {
-	run --separate-stderr "$tree/tools/download-ztunnel.sh" --fetch
+	run --separate-stderr "$tree/tools/download-ztunnel.sh" "https://mirror.example/?token=$token"
 	[ "$status" -eq 2 ]
+	[[ $stderr == "error: this takes --dry-run, "*"tools/download-ztunnel.sh --help)" ]]
+	no_secret
 	TARGET_ARCH=riscv64 ztunnel ok
 	fails riscv64 "amd64 or arm64"
 	ZTUNNEL_VERSION=../../etc ztunnel ok
