@@ -92,7 +92,7 @@ test-scripts: require-go ## Run the tests of tools/download-*.sh, against a mirr
 	bats tools/download/test
 
 .PHONY: devcluster
-devcluster: require-go
+devcluster: require-go ## Build out/devcluster, a real Kubernetes in namespaces of its own (out/devcluster --help).
 	$(COMMON) require_kernel
 	$(COMMON) require_commands ip:iproute2 etcd:etcd-server containerd:containerd runc:runc busybox:busybox-static
 	mkdir -p out

@@ -6,6 +6,7 @@ package docs_test
 import (
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -98,4 +99,44 @@ func sources(t *testing.T) string {
 		}
 	}
 	return all.String()
+}
+
+// TestTargetsAreThere: what the pages have one make is what `make help` shows.
+func TestTargetsAreThere(t *testing.T) {
+	out, err := exec.CommandContext(t.Context(), "make", "-s", "--no-print-directory", "-C", "..", "help").CombinedOutput()
+	if err != nil {
+		t.Fatalf("make help: %v: %s", err, out)
+	}
+	named := regexp.MustCompile("(?m)(?:`|^\\$? ?)make ([a-z0-9-]+)")
+	seen := 0
+	for _, page := range []string{"../README.md", "../CHANGELOG.md", "../deploy/README.md", "development.md", "one-machine.md", "troubleshooting.md"} {
+		for _, target := range named.FindAllStringSubmatch(read(t, page), -1) {
+			seen++
+			if target[1] != "help" && !strings.Contains(string(out), "\n  make "+target[1]+" ") {
+				t.Errorf("%s names `make %s`, which make help does not show", page, target[1])
+			}
+		}
+	}
+	if seen < 20 {
+		t.Errorf("only %d targets are named: the pattern fits no more", seen)
+	}
+}
+
+// TestTablesAreWhole: a row behind an empty line is shown as text with bars.
+func TestTablesAreWhole(t *testing.T) {
+	pages, err := filepath.Glob("*.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, page := range append(pages, "../README.md", "../ARCHITECTURE.md", "../deploy/README.md") {
+		inTable := false
+		lines := strings.Split(read(t, page), "\n")
+		for i, line := range lines {
+			row := strings.HasPrefix(strings.TrimSpace(line), "|")
+			if row && !inTable && (i+1 == len(lines) || !strings.HasPrefix(strings.TrimSpace(lines[i+1]), "|--")) {
+				t.Errorf("%s:%d: a row without a table's head: %s", page, i+1, line)
+			}
+			inTable = row
+		}
+	}
 }
