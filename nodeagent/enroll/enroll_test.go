@@ -137,7 +137,7 @@ func TestWholeOrNothing(t *testing.T) {
 	}{
 		"rules fail":         {opts: []option{func(c *enroll.Config) { c.Redirection = brokenRules{c.Redirection} }}, code: podevent.CodeRedirection, message: "redirection: broken for the test"},
 		"proxy refuses":      {script: refuse, code: podevent.CodeTryAgain, message: `node proxy: the node proxy refused pod uid-web: "no room"`},
-		"proxy does not ack": {script: silent, opts: []option{impatient}, code: podevent.CodeTryAgain, message: "node proxy"},
+		"proxy does not ack": {script: silent, opts: []option{impatient}, code: podevent.CodeTryAgain, message: "node proxy: the node proxy has not answered: waited 50ms for it (--proxy-timeout)"},
 		"CA denies":          {denied: true, code: podevent.CodeIdentityDenied, message: "certificate"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -75,7 +75,7 @@ func (s *Server) Add(ctx context.Context, w Workload, netns *os.File) error {
 	select {
 	case <-p.outcome.done:
 	case <-ctx.Done():
-		s.giveUp(p, ctx.Err())
+		s.giveUp(p, ended(ctx))
 	}
 	return p.outcome.err // its text names proxy and cause
 }
@@ -123,7 +123,7 @@ func (s *Server) awaitAcked(ctx context.Context, p *pod) error {
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			return fmt.Errorf("%w: %w", missing, ctx.Err())
+			return fmt.Errorf("%w: %w", missing, ended(ctx))
 		}
 	}
 }
@@ -224,6 +224,14 @@ func (s *Server) insert(p *pod) {
 	if newest := s.newest(); newest != nil {
 		newest.enqueueAdd(p)
 	}
+}
+
+// ended is why ctx has ended: of a time that is over, in the words of whoever has set it.
+func ended(ctx context.Context) error {
+	if cause := context.Cause(ctx); errors.Is(cause, context.DeadlineExceeded) {
+		return cause
+	}
+	return ctx.Err()
 }
 
 // giveUp undoes an Add whose context has ended, unless its outcome came first.
