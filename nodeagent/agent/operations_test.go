@@ -236,7 +236,7 @@ func TestMetricsEndpoint(t *testing.T) {
 	// This one starts past the plugin, and its label finds it running.
 	late := newSandbox(t, 2)
 	late.describe(r, "")
-	r.awaitStatus("the pod that runs", allEnrolled(1))
+	r.await("running pod enrolled")
 	get := func(path string) (int, string) {
 		t.Helper()
 		resp, err := http.Get(fmt.Sprintf("http://%s%s", ready["http_addr"], path))

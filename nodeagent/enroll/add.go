@@ -23,7 +23,7 @@ func (e *Enroller) add(ctx context.Context, req podevent.Request, netns *os.File
 	ctx, end := e.flights.begin(ctx, req.Attachment())
 	defer end()
 
-	pod, err := e.cfg.Pods.Lookup(ctx, req.Pod.Namespace, req.Pod.Name, req.Pod.UID)
+	pod, err := e.lookUp(ctx, req.Pod)
 	if err != nil {
 		return podevent.Reply{}, &StepError{Step: stepLookup, Err: err}
 	}
@@ -48,6 +48,15 @@ func (e *Enroller) add(ctx context.Context, req podevent.Request, netns *os.File
 	e.cfg.Logger.Info("pod enrolled", "pod", pod.String(), "uid", pod.UID, "netns", p.netns.String(),
 		"identity", p.identity.String(), "families", p.families.String(), "took", time.Since(started).Round(time.Microsecond))
 	return podevent.Reply{Result: podevent.ResultEnrolled}, nil
+}
+
+// lookUp finds the pod that is added. One that is out of the mesh by its name is not looked
+// for: it must start also while the pod source cannot be asked.
+func (e *Enroller) lookUp(ctx context.Context, pod podevent.Pod) (workload.Pod, error) {
+	if pod.UID != "" && e.cfg.Policy.ExcludesName(pod.Namespace, pod.Name) {
+		return workload.Pod{UID: pod.UID, Namespace: pod.Namespace, Name: pod.Name}, nil
+	}
+	return e.cfg.Pods.Lookup(ctx, pod.Namespace, pod.Name, pod.UID)
 }
 
 // endReplaced ends what an attachment is recorded for, if the ADD at hand is about

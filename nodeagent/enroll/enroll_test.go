@@ -108,6 +108,21 @@ func TestSkip(t *testing.T) {
 	}
 }
 
+// A pod that is out of the mesh by its name starts also when nothing is known of it, as
+// while the API server is away. Any other is not guessed at.
+func TestSkipUnknown(t *testing.T) {
+	r := newRig(t)
+	for name, skipped := range map[string]bool{"mesh-system/ztunnel-x": true, "kube-system/dns": true, "mesh-system/app": false, "shop/ztunnel-x": false} {
+		var pod workload.Pod
+		pod.Namespace, pod.Name, _ = strings.Cut(name, "/")
+		pod.UID = "uid-" + name
+		reply := r.add(t.Context(), pod, "c-"+name, netnstest.New(t))
+		if (reply.Result == podevent.ResultSkipped) != skipped || (reply.Error == nil) != skipped {
+			t.Errorf("%s: %+v, want skipped %t", name, reply, skipped)
+		}
+	}
+}
+
 // brokenRules writes the rules and then says that it failed: the worst case
 // for whoever has to undo it.
 type brokenRules struct{ enroll.Redirection }

@@ -87,17 +87,10 @@ func (p Policy) Decide(pod Pod) Decision {
 // exclusion returns why pod is out of the mesh whatever selects it, or "". The
 // order matters to the reader only: the reason that he can change least is first.
 func (p Policy) exclusion(pod Pod) string {
-	if pod.Namespace == p.AgentNamespace {
-		for _, pattern := range p.OwnPods {
-			// Validate has refused patterns that Match cannot read.
-			if own, err := path.Match(pattern, pod.Name); err == nil && own {
-				return fmt.Sprintf("it is one of the mesh's own pods (%s in namespace %s)", pattern, p.AgentNamespace)
-			}
-		}
+	if reason := p.exclusionByName(pod.Namespace, pod.Name); reason != "" {
+		return reason
 	}
 	switch _, sidecar := pod.Annotations[annotationSidecarStatus]; {
-	case slices.Contains(p.ExcludeNamespaces, pod.Namespace):
-		return fmt.Sprintf("namespace %s is excluded by the agent's configuration", pod.Namespace)
 	case pod.HostNetwork:
 		return "it uses the host's network (hostNetwork: true)"
 	case pod.Ended():
@@ -110,6 +103,27 @@ func (p Policy) exclusion(pod Pod) string {
 		return "it is a static pod without a service account, so it has no identity"
 	case pod.ServiceAccount == "":
 		return "it has no service account, so it has no identity"
+	}
+	return ""
+}
+
+// ExcludesName tells whether the pod of that name is out of the mesh whatever else it is:
+// one of the mesh's own, or in an excluded namespace.
+func (p Policy) ExcludesName(namespace, name string) bool {
+	return p.exclusionByName(namespace, name) != ""
+}
+
+func (p Policy) exclusionByName(namespace, name string) string {
+	if namespace == p.AgentNamespace {
+		for _, pattern := range p.OwnPods {
+			// Validate has refused patterns that Match cannot read.
+			if own, err := path.Match(pattern, name); err == nil && own {
+				return fmt.Sprintf("it is one of the mesh's own pods (%s in namespace %s)", pattern, p.AgentNamespace)
+			}
+		}
+	}
+	if slices.Contains(p.ExcludeNamespaces, namespace) {
+		return fmt.Sprintf("namespace %s is excluded by the agent's configuration", namespace)
 	}
 	return ""
 }
