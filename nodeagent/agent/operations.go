@@ -181,16 +181,16 @@ func (o *operations) Enrol(_ context.Context, pods admin.Selection) (admin.Outco
 // outcome tells an operator's mistake from pods in which something did not work.
 func outcome(pods []string, err error) (admin.Outcome, error) {
 	if errors.Is(err, enroll.ErrNoSuchPod) {
-		return admin.Outcome{}, noSuchPod{err}
+		return admin.Outcome{}, noSuchPodError{err}
 	}
 	return admin.Outcome{Pods: pods, Error: text(err)}, nil
 }
 
-// noSuchPod is an operator's mistake, in the enroller's words.
-type noSuchPod struct{ error }
+// noSuchPodError is an operator's mistake, in the enroller's words.
+type noSuchPodError struct{ error }
 
 // Is makes it admin.ErrNoSuchPod.
-func (noSuchPod) Is(target error) bool { return target == admin.ErrNoSuchPod }
+func (noSuchPodError) Is(target error) bool { return target == admin.ErrNoSuchPod }
 
 func text(err error) string {
 	if err == nil {

@@ -240,21 +240,21 @@ func (e *Enroller) setFamilies(p *enrolment, families redirection.Families) {
 }
 
 func (e *Enroller) announce(ctx context.Context, p *enrolment, ns *podnetns.Netns) error {
-	ctx, cancel := context.WithTimeoutCause(ctx, e.cfg.ProxyTimeout, proxyOverdue(e.cfg.ProxyTimeout))
+	ctx, cancel := context.WithTimeoutCause(ctx, e.cfg.ProxyTimeout, proxyOverdueError(e.cfg.ProxyTimeout))
 	defer cancel()
 	return e.cfg.NodeProxy.Add(ctx, proxyWorkload(p.pod), ns.File())
 }
 
-// proxyOverdue says for how long a node proxy was waited for. Operators and pods' owners read it.
-type proxyOverdue time.Duration
+// proxyOverdueError says for how long a node proxy was waited for. Operators and pods' owners read it.
+type proxyOverdueError time.Duration
 
 // Error names the flag by which the time can be changed.
-func (d proxyOverdue) Error() string {
+func (d proxyOverdueError) Error() string {
 	return fmt.Sprintf("waited %s for it (--proxy-timeout)", time.Duration(d))
 }
 
 // Is makes it what the end of a context's time is.
-func (proxyOverdue) Is(target error) bool { return target == context.DeadlineExceeded }
+func (proxyOverdueError) Is(target error) bool { return target == context.DeadlineExceeded }
 
 // present is announce at the start of the agent: nobody waits for an ack, and the
 // proxy gets the pod with its snapshot.
