@@ -41,15 +41,15 @@ func Kubeconfig(t *testing.T) string {
 // An entry may come a moment after the answer; that of a watch comes when the watch ends.
 func Requests(t *testing.T, keep func(Request) bool) []Request {
 	t.Helper()
-	path := fromEnvironment(t, "DEVCLUSTER_AUDIT_LOG")
-	requests, err := readRequests(path, keep)
+	requests, err := ReadRequests(fromEnvironment(t, "DEVCLUSTER_AUDIT_LOG"), keep)
 	if err != nil {
 		t.Fatal(err)
 	}
 	return requests
 }
 
-func readRequests(path string, keep func(Request) bool) ([]Request, error) {
+// ReadRequests is Requests for programs that measure: path is that of the audit log.
+func ReadRequests(path string, keep func(Request) bool) ([]Request, error) {
 	file, err := os.Open(path)
 	if err != nil {
 		return nil, fmt.Errorf("opening the audit log: %w", err)

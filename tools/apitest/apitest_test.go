@@ -19,11 +19,11 @@ func TestReadRequests(t *testing.T) {
 	if err := os.WriteFile(path, []byte(auditLines), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	all, err := readRequests(path, func(Request) bool { return true })
+	all, err := ReadRequests(path, func(Request) bool { return true })
 	if err != nil || len(all) != 2 || all[0].AuditID != "2" || all[1].AuditID != "3" {
 		t.Fatalf("got %+v, %v, want requests 2 and 3", all, err)
 	}
-	agent, err := readRequests(path, func(r Request) bool { return r.User.Username == "agent" })
+	agent, err := ReadRequests(path, func(r Request) bool { return r.User.Username == "agent" })
 	if err != nil || len(agent) != 1 || agent[0].Verb != "patch" || agent[0].ObjectRef.Subresource != "status" || agent[0].ResponseStatus.Code != 200 {
 		t.Errorf("got %+v, %v, want the agent's patch of a status", agent, err)
 	}
@@ -34,10 +34,10 @@ func TestReadRequestsOfBrokenLog(t *testing.T) {
 	if err := os.WriteFile(path, []byte("no JSON\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if got, err := readRequests(path, func(Request) bool { return true }); err == nil {
+	if got, err := ReadRequests(path, func(Request) bool { return true }); err == nil {
 		t.Errorf("got %+v from a log that is none, want an error", got)
 	}
-	if got, err := readRequests(path+".not", func(Request) bool { return true }); err == nil {
+	if got, err := ReadRequests(path+".not", func(Request) bool { return true }); err == nil {
 		t.Errorf("got %+v from a log that is not there, want an error", got)
 	}
 }

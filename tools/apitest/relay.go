@@ -13,6 +13,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"testing"
 )
 
@@ -21,6 +22,7 @@ import (
 type Relay struct {
 	network, address string // where it listens
 	to               dialer
+	answered         atomic.Int64 // bytes, encrypted as they are
 
 	mu       sync.Mutex
 	listener net.Listener // nil while it is cut
@@ -47,23 +49,37 @@ func dial(network, address string) dialer {
 // user by it. It lives as long as the test.
 func NewRelay(t *testing.T, kubeconfig string) (r *Relay, byRelay string) {
 	t.Helper()
-	c, err := readConfig(kubeconfig)
+	r, byRelay, err := OpenRelay(kubeconfig, t.TempDir(), "")
 	if err != nil {
 		t.Fatal(err)
+	}
+	t.Cleanup(r.Close)
+	return r, byRelay
+}
+
+// OpenRelay is NewRelay for programs that measure: whoever calls it closes it, and dir
+// takes the kubeconfig, which is that of whoever has the token unless it is empty.
+func OpenRelay(kubeconfig, dir, token string) (r *Relay, byRelay string, err error) {
+	c, err := readConfig(kubeconfig)
+	if err != nil {
+		return nil, "", err
 	}
 	to := dial("tcp", c.server.Host)
 	if socket := os.Getenv(socketEnv); socket != "" {
 		to = dial("unix", socket)
 	}
+	if token != "" {
+		c.setToken(token)
+	}
 	if r, err = newRelay("tcp", "127.0.0.1:0", to); err != nil {
-		t.Fatal(err)
+		return nil, "", err
 	}
-	t.Cleanup(r.close)
-	byRelay = filepath.Join(t.TempDir(), "kubeconfig")
+	byRelay = filepath.Join(dir, "kubeconfig")
 	if err := c.write(byRelay, r.address); err != nil {
-		t.Fatal(err)
+		r.Close()
+		return nil, "", err
 	}
-	return r, byRelay
+	return r, byRelay, nil
 }
 
 // KubeconfigOf returns a kubeconfig of whoever has the token. It lives as long as the test.
@@ -73,12 +89,7 @@ func KubeconfigOf(t *testing.T, token string) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	users, _ := c.content["users"].([]any)
-	for _, user := range users {
-		if named, ok := user.(map[string]any); ok {
-			named["user"] = map[string]any{"token": token}
-		}
-	}
+	c.setToken(token)
 	path := filepath.Join(t.TempDir(), "kubeconfig")
 	if err := c.write(path, c.server.Host); err != nil {
 		t.Fatal(err)
@@ -121,7 +132,7 @@ func reach(kubeconfig string, run func() int) (code int, err error) {
 	if err != nil {
 		return 0, err
 	}
-	defer r.close()
+	defer r.Close()
 	if err := os.Setenv(socketEnv, socket); err != nil {
 		return 0, err
 	}
@@ -129,7 +140,10 @@ func reach(kubeconfig string, run func() int) (code int, err error) {
 }
 
 // Cut ends all connections and takes no more.
-func (r *Relay) Cut() { r.close() }
+func (r *Relay) Cut() { r.Close() }
+
+// Answered returns how many bytes have come from the API server so far.
+func (r *Relay) Answered() int64 { return r.answered.Load() }
 
 // Mend takes connections again.
 func (r *Relay) Mend(t *testing.T) {
@@ -170,11 +184,14 @@ func (r *Relay) pass(from net.Conn) {
 		return
 	}
 	var both sync.WaitGroup
-	for _, way := range [][2]net.Conn{{from, to}, {to, from}} {
+	for _, way := range []struct {
+		source, sink net.Conn
+		into         io.Writer
+	}{{from, to, to}, {to, from, io.MultiWriter(from, (*count)(&r.answered))}} {
 		both.Go(func() {
-			_, err := io.Copy(way[0], way[1])
+			_, err := io.Copy(way.into, way.source)
 			if err == nil || errors.Is(err, net.ErrClosed) {
-				err = way[0].Close() // the other way ends, too
+				err = way.sink.Close() // the other way ends, too
 			}
 			_ = err // whoever is connected sees it
 		})
@@ -184,6 +201,14 @@ func (r *Relay) pass(from net.Conn) {
 	delete(r.conns, from)
 	delete(r.conns, to)
 	r.mu.Unlock()
+}
+
+// count counts what is written to it.
+type count atomic.Int64
+
+func (c *count) Write(p []byte) (int, error) {
+	(*atomic.Int64)(c).Add(int64(len(p)))
+	return len(p), nil
 }
 
 // keep notes connections to be cut, false if the relay is cut already.
@@ -196,7 +221,8 @@ func (r *Relay) keep(conns ...net.Conn) bool {
 	return r.listener != nil
 }
 
-func (r *Relay) close() {
+// Close is Cut for good.
+func (r *Relay) Close() {
 	r.mu.Lock()
 	if r.listener != nil {
 		r.listener.Close()
@@ -236,6 +262,16 @@ func readConfig(path string) (config, error) {
 		return config{}, fmt.Errorf("kubeconfig %s: server %q is no URL of an API server", path, server)
 	}
 	return c, nil
+}
+
+// setToken makes everybody in it whoever has the token.
+func (c config) setToken(token string) {
+	users, _ := c.content["users"].([]any)
+	for _, user := range users {
+		if named, ok := user.(map[string]any); ok {
+			named["user"] = map[string]any{"token": token}
+		}
+	}
 }
 
 // write writes the kubeconfig with the API server at another address.
