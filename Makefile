@@ -19,7 +19,10 @@ TESTFLAGS ?=
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 LDFLAGS := -s -w -X main.version=$(VERSION)
 # -trimpath and no VCS stamp: the same sources give the same bytes anywhere.
-GO_BUILD := CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)'
+# grpcnotrace leaves out a debugging page of gRPC that has templates, which may call any
+# method by name: with them the linker drops none, and the agent is 6 MB larger on disk and 4
+# in memory.
+GO_BUILD := CGO_ENABLED=0 go build -trimpath -buildvcs=false -tags=grpcnotrace -ldflags '$(LDFLAGS)'
 COMMON := ./common.sh
 
 .PHONY: help
