@@ -29,9 +29,9 @@ const (
 
 // agentCommand says how to start ambientd.
 type agentCommand struct {
-	redirection, manifests string
-	args                   []string // further ones
-	env                    []string
+	redirection, podsFrom string
+	args                  []string // further ones
+	env                   []string
 }
 
 // node is the real agent, and a node proxy that acks at once.
@@ -53,7 +53,7 @@ func (b *bench) startNode(ctx context.Context, c agentCommand) (_ *node, err err
 	n.agent, err = b.starter.Start(enclave.Command{
 		Name: "ambientd", Path: filepath.Join(b.cfg.bin, "ambientd"), LogFile: filepath.Join(b.dir, "ambientd.log"), Env: c.env,
 		Args: slices.Concat([]string{
-			"run", "--pods-from=manifests=" + c.manifests, "--node-name=bench", "--redirection=" + c.redirection, "--log-format=json",
+			"run", "--pods-from=" + c.podsFrom, "--node-name=" + benchNode, "--redirection=" + c.redirection, "--log-format=json",
 		}, c.args),
 	})
 	if err != nil {

@@ -45,7 +45,7 @@ func (b *bench) enrolment(ctx context.Context) error {
 	if err := writeManifests(manifests, b.cfg.pods); err != nil {
 		return err
 	}
-	node, err := b.startNode(ctx, agentCommand{redirection: "nftables", manifests: manifests})
+	node, err := b.startNode(ctx, agentCommand{redirection: "nftables", podsFrom: "manifests=" + manifests})
 	if err != nil {
 		return err
 	}

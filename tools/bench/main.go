@@ -21,6 +21,7 @@ import (
 	"slices"
 	"strings"
 
+	"ambientd/tools/apitest"
 	"ambientd/tools/enclave"
 )
 
@@ -35,10 +36,19 @@ type config struct {
 	// backends are those on which pods that run already are measured.
 	backends []string
 	crowd    crowdSize // that runs before the agent knows of it
+
+	api   bool     // measure what needs an API server, and nothing else
+	node  nodeSize // at the API server
+	scale scaleSize
+	save  string // file for the rows that were measured
+	add   string // file with rows to take over
 }
 
 // partNames are what can be left out. The rules cannot: everything is compared with them.
 func partNames() []string { return []string{"plugin", "enrolment", finderPart, runningPart} }
+
+// apiPartNames are the parts that need an API server.
+func apiPartNames() []string { return []string{addsPart, scalePart} }
 
 func backendNames() []string { return []string{nftablesName, iptablesName} }
 
@@ -60,21 +70,31 @@ func run(ctx context.Context, args []string) (int, error) {
 	if err != nil {
 		return 2, err
 	}
-	return enclave.Run(ctx, os.Stderr, func(ctx context.Context, dir string) int {
-		ok, err := measure(ctx, cfg, dir, os.Stdout, os.Stderr)
-		if err != nil {
-			fmt.Fprintf(os.Stderr, "bench: %v\n", err)
-		}
-		if !ok || err != nil {
-			return 1
-		}
-		return 0
+	inside := func() (int, error) {
+		return enclave.Run(ctx, os.Stderr, func(ctx context.Context, dir string) int {
+			ok, err := measure(ctx, cfg, dir, os.Stdout, os.Stderr)
+			if err != nil {
+				fmt.Fprintf(os.Stderr, "bench: %v\n", err)
+			}
+			if !ok || err != nil {
+				return 1
+			}
+			return 0
+		})
+	}
+	if !cfg.api {
+		return inside()
+	}
+	code := apitest.Reach(func() (code int) { //nolint:contextcheck // its relay lives until it is closed
+		code, err = inside()
+		return code
 	})
+	return code, err
 }
 
 // parse reads the command line.
 func parse(args []string, help io.Writer) (config, error) {
-	cfg := config{crowd: fullCrowd()}
+	cfg := config{crowd: fullCrowd(), node: fullNode(), scale: fullScale()}
 	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
 	flags.SetOutput(help)
 	flags.StringVar(&cfg.bin, "bin", "bin", "directory of ambientd and ambient-cni")
@@ -82,13 +102,24 @@ func parse(args []string, help io.Writer) (config, error) {
 	flags.StringVar(&cfg.results, "results", "", "directory to write <date>.json to; none if empty")
 	flags.IntVar(&cfg.rounds, "rounds", 40, "how often each thing is measured")
 	flags.IntVar(&cfg.pods, "pods", 1000, "pods on the larger of the two nodes that are compared")
-	parts := flags.String("parts", strings.Join(partNames(), ","), "what to measure besides rules; results are written only of all")
+	flags.BoolVar(&cfg.api, "api", false, "measure what needs an API server, that of $KUBECONFIG, and nothing else")
+	flags.StringVar(&cfg.save, "save", "", "file to write the rows to, for --add; limits are then checked by whoever adds them")
+	flags.StringVar(&cfg.add, "add", "", "file of rows that were saved, to add to the table; results are written only with them")
+	parts := flags.String("parts", "", "what to measure (default: all; results are written only of all): besides rules "+strings.Join(partNames(), ",")+
+		", or with --api "+strings.Join(apiPartNames(), ","))
 	backends := flags.String("backends", strings.Join(backendNames(), ","), "on which backends to measure running pods; results are written only of both")
 	if err := flags.Parse(args); err != nil {
 		return cfg, err
 	}
+	names := partNames()
+	if cfg.api {
+		names = apiPartNames()
+	}
+	if *parts == "" {
+		*parts = strings.Join(names, ",")
+	}
 	var err error
-	if cfg.parts, err = choose("--parts", *parts, partNames()); err != nil {
+	if cfg.parts, err = choose("--parts", *parts, names); err != nil {
 		return cfg, err
 	}
 	if cfg.backends, err = choose("--backends", *backends, backendNames()); err != nil {
@@ -102,7 +133,7 @@ func parse(args []string, help io.Writer) (config, error) {
 	case cfg.pods <= fewPods:
 		return cfg, fmt.Errorf("--pods is %d, want more than the smaller node's %d", cfg.pods, fewPods)
 	}
-	for _, path := range []*string{&cfg.bin, &cfg.noop, &cfg.results} {
+	for _, path := range []*string{&cfg.bin, &cfg.noop, &cfg.results, &cfg.save, &cfg.add} {
 		if *path == "" {
 			continue
 		}
@@ -131,7 +162,7 @@ func choose(flag, list string, names []string) ([]string, error) {
 
 // complete tells whether nothing was left out.
 func (c config) complete() bool {
-	return len(c.parts) == len(partNames()) && len(c.backends) == len(backendNames())
+	return !c.api && c.add != "" && len(c.parts) == len(partNames()) && len(c.backends) == len(backendNames())
 }
 
 // measure measures everything and prints the table; the limits are met if it returns
@@ -142,22 +173,13 @@ func measure(ctx context.Context, cfg config, dir string, out, progress io.Write
 		return false, err
 	}
 	b := &bench{cfg: cfg, dir: dir, progress: progress, starter: starter}
-	var failed error
-	for _, part := range []struct {
-		name    string
-		measure func(context.Context) error
-	}{{"rules", b.rules}, {"plugin", b.plugin}, {"enrolment", b.enrolment}, {runningPart, b.running}} {
-		asked := slices.Contains(cfg.parts, part.name) || part.name == runningPart && slices.Contains(cfg.parts, finderPart)
-		if part.name != "rules" && !asked {
-			continue
-		}
-		if failed = part.measure(ctx); failed != nil {
-			break
-		}
-	}
+	failed := b.measureParts(ctx)
 	failed = errors.Join(failed, b.close())
 	// What was measured before a failure is still worth reading, but not worth keeping.
 	res := newResults(b)
+	if cfg.save != "" && failed == nil {
+		return true, saveRows(cfg.save, b.rows)
+	}
 	if err := errors.Join(failed, res.print(out)); err != nil {
 		return false, err
 	}
@@ -169,6 +191,40 @@ func measure(ctx context.Context, cfg config, dir string, out, progress io.Write
 		fmt.Fprintf(progress, "bench: written to %s\n", path)
 	}
 	return res.Pass, nil
+}
+
+// measureParts measures what was asked for, and ends with the first that fails.
+func (b *bench) measureParts(ctx context.Context) error {
+	asked := func(parts ...string) bool {
+		return slices.ContainsFunc(parts, func(part string) bool { return slices.Contains(b.cfg.parts, part) })
+	}
+	for _, part := range []struct {
+		asked   bool
+		measure func(context.Context) error
+	}{
+		{!b.cfg.api, b.rules},
+		{asked("plugin"), b.plugin},
+		{asked("enrolment"), b.enrolment},
+		{asked(finderPart, runningPart), b.running},
+		{asked(addsPart), b.adds},
+		{asked(scalePart), b.scale},
+		{b.cfg.add != "", func(context.Context) error { return b.addSaved() }},
+	} {
+		if !part.asked {
+			continue
+		}
+		if err := part.measure(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// addSaved takes over the rows of another run.
+func (b *bench) addSaved() error {
+	rows, err := loadRows(b.cfg.add)
+	b.rows = append(b.rows, rows...)
+	return err
 }
 
 // bench is one run.

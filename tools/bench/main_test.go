@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"ambientd/cni-plugin/podevent"
+	"ambientd/tools/apitest"
 	"ambientd/tools/enclave"
 	"ambientd/tools/netnstest"
 )
@@ -35,7 +36,7 @@ func TestMain(m *testing.M) {
 		}
 		os.Exit(0)
 	}
-	os.Exit(netnstest.Main(m))
+	os.Exit(apitest.Reach(func() int { return netnstest.Main(m) }))
 }
 
 func TestParse(t *testing.T) {
@@ -53,6 +54,9 @@ func TestParse(t *testing.T) {
 		{[]string{"--parts=rules"}, `"rules"`},
 		{[]string{"--parts=finder", "--backends=nftables"}, ""},
 		{[]string{"--backends=nft"}, `"nft"`},
+		{[]string{"--api", "--parts=adds,scale"}, ""},
+		{[]string{"--parts=adds"}, `"adds"`},
+		{[]string{"--api", "--parts=plugin"}, `"plugin"`},
 	} {
 		cfg, err := parse(c.args, &bytes.Buffer{})
 		if (err == nil) != (c.want == "") || err != nil && !strings.Contains(err.Error(), c.want) {
@@ -145,6 +149,48 @@ func TestResults(t *testing.T) {
 	var back results
 	if err := json.Unmarshal(text, &back); err != nil || back.Pass || len(back.Rows) != 4 || back.Yardstick.Value != 8000 {
 		t.Errorf("read back %+v (%v)", back, err)
+	}
+}
+
+// Rows of one run are another's, limits and all; results are kept only with them.
+func TestSavedRows(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "rows.json")
+	rows := []row{none("reads", 0), exactly("patches", 2, 1), amount("memory", 34.5, "MB", 35, "35 MB")}
+	if err := saveRows(path, rows); err != nil {
+		t.Fatal(err)
+	}
+	b := &bench{cfg: config{add: path}}
+	if err := b.addSaved(); err != nil || !slices.Equal(b.rows, rows) {
+		t.Errorf("added %+v (%v), want %+v", b.rows, err, rows)
+	}
+	if newResults(b).Pass {
+		t.Error("two where one is wanted passes")
+	}
+	var out bytes.Buffer
+	if err := newResults(b).print(&out); err != nil || strings.Contains(out.String(), "= R") {
+		t.Errorf("the table without a yardstick (%v):\n%s", err, out.String())
+	}
+	b.cfg.add = path + ".not"
+	if err := b.addSaved(); err == nil {
+		t.Error("rows that are not there are no error")
+	}
+	complete := config{add: path, parts: partNames(), backends: backendNames()}
+	if !complete.complete() {
+		t.Error("a run with all is not complete")
+	}
+	complete.add = ""
+	if complete.complete() {
+		t.Error("a run without the API server's rows is complete")
+	}
+}
+
+func TestMemoryOf(t *testing.T) {
+	memory, err := memoryOf(os.Getpid())
+	if err != nil || memory["VmRSS"] <= 0 || memory["VmHWM"] < memory["RssAnon"] {
+		t.Errorf("got %v (%v)", memory, err)
+	}
+	if _, err := memoryOf(1 << 23); err == nil {
+		t.Error("a process that does not exist has memory")
 	}
 }
 

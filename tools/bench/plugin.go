@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -42,10 +43,10 @@ func (b *bench) plugin(ctx context.Context) error {
 	if err != nil {
 		return errors.Join(err, agent.stop())
 	}
-	stdin := fmt.Sprintf(`{"cniVersion":"1.1.0","name":"bench","type":"ambient-cni","socket":%q,"prevResult":{
-		"cniVersion":"1.1.0","interfaces":[{"name":"eth0","sandbox":%q}],
-		"ips":[{"address":"10.88.0.2/24","gateway":"10.88.0.1","interface":0},{"address":"fd88:8888::2/64","interface":0}],
-		"routes":[{"dst":"0.0.0.0/0"}],"dns":{}}}`, socket, netns.Path())
+	add := pluginRun{
+		netns: netns.Path(), stdin: pluginStdin(socket, netns.Path(), podAddresses(2)), container: "bench",
+		pod: podevent.Pod{Namespace: "shop", Name: "client-1", UID: "e0b4c7bc-3f1f-4f3d-8a55-0f2b7a1d9c11"},
+	}
 
 	var ours, noop figure
 	for range b.cfg.rounds * pluginSamples {
@@ -53,7 +54,8 @@ func (b *bench) plugin(ctx context.Context) error {
 			path   string
 			figure *figure
 		}{{b.cfg.noop, &noop}, {filepath.Join(b.cfg.bin, "ambient-cni"), &ours}} {
-			if err := p.figure.time(func() error { return runPlugin(ctx, p.path, netns.Path(), stdin) }); err != nil {
+			add.path = p.path
+			if err := p.figure.time(func() error { return add.do(ctx) }); err != nil {
 				return errors.Join(err, agent.stop())
 			}
 		}
@@ -76,16 +78,30 @@ func (b *bench) plugin(ctx context.Context) error {
 	return nil
 }
 
-// runPlugin runs a plugin's ADD as a runtime does.
-func runPlugin(ctx context.Context, path, netnsPath, stdin string) error {
-	cmd := exec.CommandContext(ctx, path)
-	cmd.Stdin = bytes.NewBufferString(stdin)
-	cmd.Env = append(os.Environ(), "CNI_COMMAND=ADD", "CNI_CONTAINERID=bench", "CNI_IFNAME=eth0", "CNI_PATH="+filepath.Dir(path),
-		"CNI_NETNS="+netnsPath, "CNI_ARGS=IgnoreUnknown=1;K8S_POD_NAMESPACE=shop;K8S_POD_NAME=client-1;K8S_POD_UID=e0b4c7bc-3f1f-4f3d-8a55-0f2b7a1d9c11")
+// pluginRun is an ADD as a runtime runs it.
+type pluginRun struct {
+	path, netns, stdin, container string
+	pod                           podevent.Pod
+}
+
+func (r pluginRun) do(ctx context.Context) error {
+	cmd := exec.CommandContext(ctx, r.path)
+	cmd.Stdin = bytes.NewBufferString(r.stdin)
+	cmd.Env = append(os.Environ(), "CNI_COMMAND=ADD", "CNI_CONTAINERID="+r.container, "CNI_IFNAME=eth0", "CNI_PATH="+filepath.Dir(r.path), "CNI_NETNS="+r.netns,
+		fmt.Sprintf("CNI_ARGS=IgnoreUnknown=1;K8S_POD_NAMESPACE=%s;K8S_POD_NAME=%s;K8S_POD_UID=%s", r.pod.Namespace, r.pod.Name, r.pod.UID))
 	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("running %s: %w: %s", path, err, out)
+		return fmt.Errorf("running %s: %w: %s", r.path, err, out)
 	}
 	return nil
+}
+
+// pluginStdin is what a runtime passes to a plugin after another one has given the pod
+// addresses.
+func pluginStdin(socket, netnsPath string, ips []netip.Addr) string {
+	return fmt.Sprintf(`{"cniVersion":"1.1.0","name":"bench","type":"ambient-cni","socket":%q,"prevResult":{
+		"cniVersion":"1.1.0","interfaces":[{"name":"eth0","sandbox":%q}],
+		"ips":[{"address":"%s/24","gateway":"10.88.0.1","interface":0},{"address":"%s/64","interface":0}],
+		"routes":[{"dst":"0.0.0.0/0"}],"dns":{}}}`, socket, netnsPath, ips[0], ips[1])
 }
 
 // instantAgent answers every request with "enrolled", at once.

@@ -93,6 +93,11 @@ func none(name string, value int) row {
 	return row{Name: name, Value: float64(value), LimitText: "none", Pass: value == 0}
 }
 
+// exactly makes a row of a number that must be that one.
+func exactly(name string, value, want float64) row {
+	return row{Name: name, Value: value, Limit: want, LimitText: number(want), Pass: value == want}
+}
+
 func micros(d time.Duration) float64 { return float64(d.Nanoseconds()) / 1000 }
 
 // machine is where the figures were measured.
@@ -142,14 +147,17 @@ func (res results) print(out io.Writer) error {
 	fmt.Fprintf(out, "%s, %d CPUs, %s, %s\n", res.Machine.Kernel, res.Machine.CPUs, res.Machine.Go, res.Machine.IPTables)
 	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintln(table, "median\tp90\t\tratio\tlimit\t\t")
-	rows := append([]row{res.Yardstick}, res.Rows...)
+	rows := res.Rows
+	if res.Yardstick.Value > 0 {
+		rows = append([]row{res.Yardstick}, rows...)
+	}
 	for i, r := range rows {
 		p90, ratio, verdict := "", "", ""
 		if r.P90 > 0 {
 			p90 = fmt.Sprintf("%.0f", r.P90)
 		}
 		switch {
-		case i == 0:
+		case i == 0 && res.Yardstick.Value > 0:
 			ratio = "= " + yardstickName
 		case r.Ratio > 0 && r.Ratio < 0.5 && r.Against == yardstickName:
 			ratio = fmt.Sprintf("%s/%.0f", yardstickName, 1/r.Ratio)
@@ -188,4 +196,28 @@ func (res results) write(dir string) (string, error) {
 		return "", fmt.Errorf("writing the results: %w", err)
 	}
 	return path, nil
+}
+
+// saveRows writes rows for another run to add them to its own.
+func saveRows(path string, rows []row) error {
+	text, err := json.Marshal(rows)
+	if err != nil {
+		return fmt.Errorf("encoding rows: %w", err)
+	}
+	if err := os.WriteFile(path, text, 0o644); err != nil {
+		return fmt.Errorf("saving rows: %w", err)
+	}
+	return nil
+}
+
+func loadRows(path string) ([]row, error) {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return nil, fmt.Errorf("reading saved rows: %w", err)
+	}
+	var rows []row
+	if err := json.Unmarshal(text, &rows); err != nil {
+		return nil, fmt.Errorf("reading saved rows: %w", err)
+	}
+	return rows, nil
 }

@@ -125,7 +125,7 @@ func (b *bench) addRunning(m *runningMeasure) {
 // each time that a namespace is switched on is to be like the first.
 func (m *runningMeasure) start(ctx context.Context, env []string) error {
 	started, err := m.bench.startNode(ctx, agentCommand{
-		redirection: m.backend, manifests: m.manifests, env: env,
+		redirection: m.backend, podsFrom: "manifests=" + m.manifests, env: env,
 		args: []string{"--proc-root=" + m.crowd.proc, "--cert-linger=0s"},
 	})
 	if err == nil {

@@ -30,6 +30,7 @@ func runAmbientd(args []string) error {
 	flags := flag.NewFlagSet("run", flag.ContinueOnError)
 	for name, value := range map[string]*string{
 		"pods-from": &cfg.PodsFrom, "node-name": &cfg.NodeName, "redirection": &cfg.Redirection, "log-format": &cfg.LogFormat, "proc-root": &cfg.ProcRoot,
+		"kubeconfig": &cfg.Kubeconfig,
 	} {
 		flags.StringVar(value, name, *value, "")
 	}
