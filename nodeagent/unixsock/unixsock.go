@@ -148,7 +148,7 @@ func removeStale(path string) error {
 	conn, err := (&net.Dialer{}).DialContext(ctx, "unix", path)
 	switch {
 	case err == nil:
-		return errors.Join(ErrInUse, conn.Close())
+		return errors.Join(fmt.Errorf("%w; end it if it is an agent that runs already, or give this one another path", ErrInUse), conn.Close())
 	case errors.Is(err, unix.ECONNREFUSED):
 		return os.Remove(path)
 	case errors.Is(err, fs.ErrNotExist):
