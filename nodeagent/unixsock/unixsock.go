@@ -28,6 +28,8 @@ import (
 // ErrInUse is wrapped by the error of [Listen] when a living process listens at the path.
 var ErrInUse = errors.New("another process listens there")
 
+const inUseAdvice = "end it if it is an agent that runs already, or give this one another path"
+
 // lockWait bounds how long Listen waits for another process that is opening a socket in the same
 // directory, which takes microseconds.
 const lockWait = time.Second
@@ -148,13 +150,13 @@ func removeStale(path string) error {
 	conn, err := (&net.Dialer{}).DialContext(ctx, "unix", path)
 	switch {
 	case err == nil:
-		return errors.Join(fmt.Errorf("%w; end it if it is an agent that runs already, or give this one another path", ErrInUse), conn.Close())
+		return errors.Join(fmt.Errorf("%w; %s", ErrInUse, inUseAdvice), conn.Close())
 	case errors.Is(err, unix.ECONNREFUSED):
 		return os.Remove(path)
 	case errors.Is(err, fs.ErrNotExist):
 		return nil
 	default:
-		return fmt.Errorf("%w, or so it seems: %w", ErrInUse, err)
+		return fmt.Errorf("%w, or so it seems: %w; %s", ErrInUse, err, inUseAdvice)
 	}
 }
 
