@@ -167,11 +167,10 @@ load helper
 		forget
 		export ISTIO_ZTUNNEL_BASE_URL
 		ISTIO_ZTUNNEL_BASE_URL=$(base "hang=100000,times=1,$signal")
-		# Job control, or the shell starts it with SIGINT ignored.
-		set -m
-		"$tree/tools/download-ztunnel.sh" >"$STATE/one" 2>"$STATE/one.errors" 3>&- &
+		# The shell starts it with SIGINT ignored, and whoever runs the tests may have ignored SIGHUP;
+		# a script cannot take that back.
+		env --default-signal="$signal" "$tree/tools/download-ztunnel.sh" >"$STATE/one" 2>"$STATE/one.errors" 3>&- &
 		script=$!
-		set +m
 		chunk=$tree/out/amd64/.ztunnel-$version.part/chunk
 		await_size 90000 "$chunk"
 		kill "-$signal" "$script"
