@@ -36,8 +36,9 @@ func newAPIBench(t *testing.T, cfg config) *bench {
 }
 
 // The agent of a node depends on its own 250 pods, and not on 5,000 of other nodes that
-// come and change: memory, CPU and traffic are those of a cluster that has only the 250. The
-// limits are those of the rows.
+// come and change: memory and traffic are those of a cluster that has only the 250. The limits
+// are those of the rows. How much CPU time it took is in the table, and no reason to fail: that
+// depends on what else the machine does.
 func TestScale(t *testing.T) {
 	b := newAPIBench(t, config{scale: fullScale()})
 	ctx, cancel := context.WithTimeout(t.Context(), 4*apiTimeout)
@@ -51,8 +52,10 @@ func TestScale(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Log("\n" + table.String())
-	if !res.Pass {
-		t.Error("the agent depends on other nodes' pods")
+	for _, r := range b.rows {
+		if !r.Pass && !strings.Contains(r.Name, "CPU") {
+			t.Errorf("the agent depends on other nodes' pods: %+v", r)
+		}
 	}
 	if r := find(t, b.rows, "reports of other nodes' kubelets"); r.Value < 250 {
 		t.Errorf("other nodes' kubelets reported %v times: too few to tell", r.Value)

