@@ -26,7 +26,8 @@ readonly MAX_TRANSFER=3600   # seconds for one request
 
 # What is taken of a server's header. A weak ETag does not say that bytes are the same.
 readonly STRONG_ETAG='^"[]!#-[^-~]*"$'
-readonly DATE_FORM='^[A-Za-z0-9,: ]{1,40}$'
+# A date as of RFC 9110, 5.6.7. Of anything else date(1) makes a time too: of a letter, or "tomorrow".
+readonly DATE_FORM='^[A-Z][a-z]{2}, [0-9]{2} [A-Z][a-z]{2} [0-9]{4} [0-9]{2}:[0-9]{2}:[0-9]{2} GMT$'
 readonly RANGE_FORM='^bytes ([0-9]{1,15})-[0-9]{1,15}/([0-9]{1,15}|\*)$'
 
 curl_pid=

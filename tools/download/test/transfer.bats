@@ -54,7 +54,7 @@ load helper
 	ztunnel status=429,retry-after=3600
 	fails "come back in 3600 seconds"
 	# shellcheck disable=SC2016 # as a server would send it
-	for odd in -5 x 'a[$(touch%20x)]' 99999999999999999999; do
+	for odd in -5 x tomorrow 'a[$(touch%20x)]' 99999999999999999999; do
 		: >"$STATE/sleep.argv"
 		ztunnel "status=503,times=1,retry-after=$odd"
 		succeeds "$tree/out/amd64/ztunnel-$version"
