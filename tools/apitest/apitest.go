@@ -12,7 +12,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
 	"os"
+	"slices"
 	"testing"
 	"time"
 )
@@ -27,8 +29,38 @@ type Request struct {
 	ObjectRef  struct {
 		Resource, Subresource, Namespace, Name string
 	}
-	ResponseStatus           struct{ Code int }
+	ResponseStatus           Status
 	RequestReceivedTimestamp time.Time
+}
+
+// Status is what the API server answered, of an error in more words than its code.
+type Status struct {
+	Code            int
+	Reason, Message string
+	Details         struct{ Causes []Cause }
+}
+
+// Cause is one thing that kept the API server from doing as it was asked.
+type Cause struct{ Reason, Message string }
+
+// Refused tells whether whoever asked had no right to, or was not known. To make something
+// in a namespace that is being deleted is forbidden too, whatever the rights.
+func (r Request) Refused() bool {
+	switch r.ResponseStatus.Code {
+	case http.StatusUnauthorized:
+		return true
+	case http.StatusForbidden:
+		return !slices.ContainsFunc(r.ResponseStatus.Details.Causes, func(c Cause) bool { return c.Reason == namespaceTerminating })
+	}
+	return false
+}
+
+// namespaceTerminating is corev1.NamespaceTerminatingCause.
+const namespaceTerminating = "NamespaceTerminating"
+
+// String says what was asked for and what came of it, for whoever reads why a test has failed.
+func (r Request) String() string {
+	return fmt.Sprintf("%s %s by %q (%s): %d %s", r.Verb, r.RequestURI, r.User.Username, r.UserAgent, r.ResponseStatus.Code, r.ResponseStatus.Message)
 }
 
 // Kubeconfig returns the path of the administrator's kubeconfig.
@@ -66,17 +98,26 @@ func ReadRequests(path string, keep func(Request) bool) ([]Request, error) {
 		if err != nil {
 			return nil, fmt.Errorf("reading the audit log: %w", err)
 		}
-		var entry struct {
-			Stage string
-			Request
-		}
+		var entry entry
 		if err := json.Unmarshal(line, &entry); err != nil {
 			return nil, fmt.Errorf("reading the audit log %s: %w", path, err)
 		}
-		if entry.Stage == "ResponseComplete" && keep(entry.Request) {
+		if entry.isLast() && keep(entry.Request) {
 			requests = append(requests, entry.Request)
 		}
 	}
+}
+
+// entry is one of the audit log.
+type entry struct {
+	Stage string
+	Request
+}
+
+// isLast tells whether no other entry of the same request follows. Of one whose user is not
+// known there is none with the stage that ends all others.
+func (e entry) isLast() bool {
+	return e.Stage == "ResponseComplete" || e.Stage == "ResponseStarted" && e.ResponseStatus.Code == http.StatusUnauthorized
 }
 
 func fromEnvironment(t *testing.T, name string) string {

@@ -10,6 +10,7 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"encoding/json"
+	"fmt"
 	"io"
 	"net/http"
 	"os"
@@ -60,11 +61,20 @@ func administrator(t *testing.T) (*http.Client, string) {
 
 func do(t *testing.T, client *http.Client, method, url, body string) (int, []byte) {
 	t.Helper()
+	return doAs(t, client, method, url, body, http.Header{})
+}
+
+// doAs is do with headers by which the API server takes the client for somebody else.
+func doAs(t *testing.T, client *http.Client, method, url, body string, who http.Header) (int, []byte) {
+	t.Helper()
 	req, err := http.NewRequestWithContext(context.Background(), method, url, strings.NewReader(body))
 	if err != nil {
 		t.Fatal(err)
 	}
-	req.Header.Set("Content-Type", "application/json")
+	req.Header = who
+	if req.Header.Get("Content-Type") == "" {
+		req.Header.Set("Content-Type", "application/json")
+	}
 	resp, err := client.Do(req)
 	if err != nil {
 		t.Fatal(err)
@@ -109,6 +119,63 @@ func TestServer(t *testing.T) {
 	}
 }
 
+// The audit log has enough of an error to tell what was refused for want of rights from what
+// cannot be made because its namespace is being deleted.
+func TestRefused(t *testing.T) {
+	client, server := administrator(t)
+	nobody := &http.Client{Transport: withoutCertificate(t, client), Timeout: client.Timeout}
+	name := fmt.Sprintf("apitest-refused-%x", time.Now().UnixNano())
+	namespaces := server + "/api/v1/namespaces"
+	own, events := namespaces+"/"+name, namespaces+"/"+name+"/events"
+	// Its finalizer keeps the namespace there for as long as the test goes on.
+	body := `{"metadata":{"name":"` + name + `","finalizers":["example.org/apitest"]}}`
+	if code, answer := do(t, client, http.MethodPost, namespaces, body); code != http.StatusCreated {
+		t.Fatalf("creating a namespace: %d: %s", code, answer)
+	}
+	t.Cleanup(func() {
+		doAs(t, client, http.MethodPatch, own, `{"metadata":{"finalizers":null}}`, http.Header{"Content-Type": {"application/merge-patch+json"}})
+	})
+	if code, answer := do(t, client, http.MethodDelete, own, ""); code != http.StatusOK {
+		t.Fatalf("deleting the namespace: %d: %s", code, answer)
+	}
+
+	event := `{"metadata":{"name":"a"},"involvedObject":{"kind":"Pod","namespace":"` + name + `","name":"a"}}`
+	for _, step := range []struct {
+		agent, method, url string
+		client             *http.Client
+		who                http.Header
+		code               int
+		refused            bool
+	}{
+		{"reads", http.MethodGet, own, client, http.Header{}, 200, false},
+		{"makes", http.MethodPost, events, client, http.Header{}, 403, false},
+		{"no-right", http.MethodPost, events, client, http.Header{"Impersonate-User": {"somebody"}}, 403, true},
+		{"not-known", http.MethodPost, events, nobody, http.Header{"Authorization": {"Bearer none"}}, 401, true},
+	} {
+		step.who.Set("User-Agent", name+"-"+step.agent)
+		code, answer := doAs(t, step.client, step.method, step.url, event, step.who)
+		if code != step.code {
+			t.Errorf("%s: %d: %s; want %d", step.agent, code, answer, step.code)
+		}
+		r := awaitRequest(t, name+"-"+step.agent)
+		if r.ResponseStatus.Code != step.code || r.Refused() != step.refused {
+			t.Errorf("%s: the audit log has %s; it counts as refused: %v, want %v", step.agent, r, r.Refused(), step.refused)
+		}
+	}
+}
+
+// awaitRequest waits for the audit log to have the request of a user agent's.
+func awaitRequest(t *testing.T, agent string) Request {
+	t.Helper()
+	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(10 * time.Millisecond) {
+		if got := Requests(t, func(r Request) bool { return r.UserAgent == agent }); len(got) > 0 {
+			return got[0]
+		}
+	}
+	t.Fatalf("the audit log has no request of %s", agent)
+	return Request{}
+}
+
 // Pods cannot be told who they are without these: the ones devcluster turns on.
 func TestServesCertificatesForPods(t *testing.T) {
 	client, server := administrator(t)
@@ -123,11 +190,17 @@ func TestServesCertificatesForPods(t *testing.T) {
 // The API server knows who asks: nobody without a certificate gets anything.
 func TestRefusesAnonymous(t *testing.T) {
 	client, server := administrator(t)
-	transport := client.Transport.(*http.Transport).Clone()
-	transport.TLSClientConfig.Certificates = nil
-	defer transport.CloseIdleConnections()
-	code, answer := do(t, &http.Client{Transport: transport}, http.MethodGet, server+"/api/v1/pods", "")
+	code, answer := do(t, &http.Client{Transport: withoutCertificate(t, client)}, http.MethodGet, server+"/api/v1/pods", "")
 	if code != http.StatusForbidden && code != http.StatusUnauthorized {
 		t.Errorf("anonymous reads pods: %d: %s", code, answer)
 	}
+}
+
+// withoutCertificate is how the client reaches the API server, as nobody.
+func withoutCertificate(t *testing.T, client *http.Client) *http.Transport {
+	t.Helper()
+	transport := client.Transport.(*http.Transport).Clone()
+	transport.TLSClientConfig.Certificates = nil
+	t.Cleanup(transport.CloseIdleConnections)
+	return transport
 }

@@ -41,13 +41,26 @@ func ParseLine(raw string) (Line, error) {
 	return line, nil
 }
 
-// LinesPerPod returns how many of the lines name each pod, as "namespace/name uid".
-func LinesPerPod(lines []Line) map[string]int {
-	count := map[string]int{}
+// Mentions is how often a log names a pod, and for how many sandboxes the runtime had asked: it
+// makes another one of a pod whose network it could not set up, so each begins anew.
+type Mentions struct{ Lines, Sandboxes int }
+
+// MentionsOfPods counts them for each pod, as "namespace/name uid".
+func MentionsOfPods(lines []Line) map[string]Mentions {
+	count := map[string]Mentions{}
+	seen := map[string]bool{}
 	for _, line := range lines {
-		if pod := line["pod"]; pod != "" {
-			count[pod+" "+line["uid"]]++
+		if line["pod"] == "" {
+			continue
 		}
+		pod := line["pod"] + " " + line["uid"]
+		now := count[pod]
+		now.Lines++
+		if container := line["container"]; container != "" && !seen[pod+" "+container] {
+			seen[pod+" "+container] = true
+			now.Sandboxes++
+		}
+		count[pod] = now
 	}
 	return count
 }

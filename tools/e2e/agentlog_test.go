@@ -39,11 +39,15 @@ func TestParseLineRefuses(t *testing.T) {
 	}
 }
 
-func TestLinesPerPod(t *testing.T) {
-	got := LinesPerPod([]Line{
-		{"msg": "ready"}, {"pod": "a/x", "uid": "1"}, {"pod": "a/x", "uid": "1"}, {"pod": "a/x", "uid": "2"}, {"pod": "b/x", "uid": ""},
+func TestMentionsOfPods(t *testing.T) {
+	got := MentionsOfPods([]Line{
+		{"msg": "ready"},
+		{"pod": "a/x", "uid": "1", "container": "c"}, {"pod": "a/x", "uid": "1"}, {"pod": "a/x", "uid": "1", "container": "c"},
+		{"pod": "a/x", "uid": "1", "container": "d"},
+		{"pod": "a/x", "uid": "2", "container": "c"}, {"pod": "b/x", "uid": ""},
 	})
-	if diff := cmp.Diff(map[string]int{"a/x 1": 2, "a/x 2": 1, "b/x ": 1}, got); diff != "" {
+	want := map[string]Mentions{"a/x 1": {Lines: 4, Sandboxes: 2}, "a/x 2": {Lines: 1, Sandboxes: 1}, "b/x ": {Lines: 1}}
+	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("-want +got:\n%s", diff)
 	}
 }

@@ -5,7 +5,6 @@
 package onkubernetes
 
 import (
-	"net/http"
 	"testing"
 	"time"
 
@@ -159,7 +158,7 @@ func (c *cluster) has(s *sandbox, reason string) bool {
 	return len(events.Items) > 0
 }
 
-// wantNoRefusal fails if the API server has refused the agent anything.
+// wantNoRefusal fails if the API server has refused the agent anything, or not known it.
 func (c *cluster) wantNoRefusal() {
 	c.t.Helper()
 	all := c.requests(func(apitest.Request) bool { return true })
@@ -167,8 +166,8 @@ func (c *cluster) wantNoRefusal() {
 		c.t.Error("no request of the agent's is in the audit log")
 	}
 	for _, r := range all {
-		if r.ResponseStatus.Code == http.StatusForbidden || r.ResponseStatus.Code == http.StatusUnauthorized {
-			c.t.Errorf("refused: %s %s: %d", r.Verb, r.RequestURI, r.ResponseStatus.Code)
+		if r.Refused() {
+			c.t.Errorf("refused: %s", r)
 		}
 	}
 }
