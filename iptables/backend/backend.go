@@ -26,14 +26,14 @@ const (
 	IPTables = "iptables" // by iptables-restore
 )
 
-// Backend programs redirection in the namespace that run enters.
+// Backend programs redirection in network namespaces.
 type Backend interface {
 	// Apply makes redirection there exactly what opts call for and returns the families that it covers.
-	Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, error)
+	Apply(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, error)
 	// Verify returns the families that it should cover there, and in what the kernel's state differs. It writes nothing.
-	Verify(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, []redirection.Difference, error)
+	Verify(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, []redirection.Difference, error)
 	// Remove leaves nothing of redirection there. It succeeds where there is nothing.
-	Remove(ctx context.Context, run redirection.Runner) error
+	Remove(ctx context.Context, ns redirection.Netns) error
 }
 
 // Both are asserted here, where they are put to the same use.

@@ -169,7 +169,7 @@ func TestModes(t *testing.T) {
 // live puts a chosen backend to use.
 func live(t *testing.T, b backend.Backend) {
 	t.Helper()
-	run := redirection.Runner(netnstest.New(t).Runner())
+	run := netnstest.New(t).Runner()
 	opts := redirection.DefaultOptions()
 	if families, err := b.Apply(t.Context(), run, opts); err != nil || families != redirection.DualStack {
 		t.Errorf("apply: %s, %v", families, err)

@@ -174,7 +174,7 @@ func TestMixedTables(t *testing.T) {
 	} {
 		t.Run(pod.name, func(t *testing.T) {
 			ns := netnstest.New(t)
-			run := redirection.Runner(ns.Runner())
+			run := ns.Runner()
 			if pod.program != "" {
 				command(t, ns, pod.script, pod.program)
 			}

@@ -30,7 +30,7 @@ type Predecessors struct {
 type removal func(ctx context.Context, run redirection.Runner) (bool, error)
 
 // lookup is one look at a namespace.
-type lookup func(ctx context.Context, run redirection.Runner) (bool, error)
+type lookup func(ctx context.Context, ns redirection.Netns) (bool, error)
 
 // podTakeover and hostTakeover are what both backends know of others' rules.
 type (
@@ -59,15 +59,15 @@ func (p *Predecessors) lookingFirst(mayBe lookup) *Predecessors {
 	return p
 }
 
-// RemovePredecessors takes them out of a pod's namespace, which run enters, and reports whether there was anything. Each
+// RemovePredecessors takes them out of a pod's namespace, and reports whether there was anything. Each
 // part is tried, whatever becomes of the others.
-func (p *Predecessors) RemovePredecessors(ctx context.Context, run redirection.Runner) (bool, error) {
+func (p *Predecessors) RemovePredecessors(ctx context.Context, ns redirection.Netns) (bool, error) {
 	if p.mayBe != nil {
-		if some, err := p.mayBe(ctx, run); err == nil && !some {
+		if some, err := p.mayBe(ctx, ns); err == nil && !some {
 			return false, nil
 		}
 	}
-	return p.remove(ctx, run, p.inPod)
+	return p.remove(ctx, ns.Do, p.inPod)
 }
 
 // RemoveFromHost takes out of the host's namespace the rules that predecessors had there for kubelet's probes, and

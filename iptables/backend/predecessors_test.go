@@ -153,7 +153,7 @@ func TestRemovePredecessors(t *testing.T) {
 				}
 				t.Run(f.name, func(t *testing.T) {
 					ns := netnstest.New(t)
-					run, opts := redirection.Runner(ns.Runner()), redirection.DefaultOptions()
+					run, opts := ns.Runner(), redirection.DefaultOptions()
 					f.make(t, ns)
 					if _, err := d.Backend.Apply(t.Context(), run, opts); err != nil {
 						t.Fatal(err)
@@ -230,7 +230,7 @@ func TestRemoveFromHost(t *testing.T) {
 		for _, program := range []string{"iptables-nft-restore", "iptables-legacy-restore"} {
 			t.Run(mode+", "+program, func(t *testing.T) {
 				ns := netnstest.New(t)
-				run := redirection.Runner(ns.Runner())
+				run := ns.Runner()
 				command(t, ns, foreign, program, "--noflush")
 				for _, d := range []backend.Decision{decisions[other], decisions[mode]} {
 					if err := d.Host.EnsureHost(t.Context(), run, opts); err != nil {

@@ -55,12 +55,12 @@ type Reader struct {
 // New returns a Reader.
 func New() *Reader { return &Reader{sockets: rawnetlink.New()} }
 
-// Kept returns how many connections that are older than the rules, and established, the namespace that run enters has.
-func (r *Reader) Kept(ctx context.Context, run redirection.Runner) (kept int, err error) {
+// Kept returns how many connections that are older than the rules, and established, the namespace has.
+func (r *Reader) Kept(ctx context.Context, ns redirection.Netns) (kept int, err error) {
 	if err := ctx.Err(); err != nil {
 		return 0, err
 	}
-	opened, err := r.sockets.Open(run, unix.NETLINK_NETFILTER)
+	opened, err := r.sockets.Open(ns, unix.NETLINK_NETFILTER)
 	if err != nil {
 		return 0, fmt.Errorf("counting kept connections: %w", err)
 	}

@@ -32,9 +32,9 @@ const (
 
 // backend is what both backends are to this test.
 type backend interface {
-	Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, error)
-	Verify(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, []redirection.Difference, error)
-	Remove(ctx context.Context, run redirection.Runner) error
+	Apply(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, error)
+	Verify(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, []redirection.Difference, error)
+	Remove(ctx context.Context, ns redirection.Netns) error
 }
 
 func TestNFTablesDoesNotGrow(t *testing.T) {

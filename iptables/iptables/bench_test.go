@@ -21,7 +21,7 @@ func bench(b *testing.B, variant Variant, prepare, operation func(ctx context.Co
 	}
 	for b.Loop() {
 		b.StopTimer()
-		run := redirection.Runner(netnstest.New(b).Runner())
+		run := netnstest.New(b).Runner()
 		if err := prepare(b.Context(), backend, run); err != nil {
 			b.Fatal(err)
 		}

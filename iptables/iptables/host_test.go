@@ -238,7 +238,7 @@ func TestHostSetGone(t *testing.T) {
 // set that somebody else uses is not taken from them.
 func TestHostRefuses(t *testing.T) {
 	eachNode(t, func(t *testing.T, n *node) {
-		ctx, run := within(t), redirection.Runner(n.ns.Runner())
+		ctx, run := within(t), n.ns.Runner()
 		if err := n.b.EnsureHost(ctx, run, redirection.HostOptions{}); err == nil {
 			t.Error("options without a scope were accepted")
 		}

@@ -58,18 +58,18 @@ func (b *Backend) Variant() Variant { return b.config.Variant }
 // (nat) comes after what it relies on. On an error policy rules and routes are put back, but
 // tables that were written stay, and so does a guardrail: a pod that was in the
 // mesh keeps failing closed, and whoever enrols a new one calls Remove.
-func (b *Backend) Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (families redirection.Families, err error) {
+func (b *Backend) Apply(ctx context.Context, ns redirection.Netns, opts redirection.Options) (families redirection.Families, err error) {
 	if err := opts.Validate(); err != nil {
 		return 0, fmt.Errorf("redirection options: %w", err)
 	}
-	err = b.policyRouting(run, func(conn *policyroute.Conn, state *policyroute.State) error {
+	err = b.policyRouting(ns, func(conn *policyroute.Conn, state *policyroute.State) error {
 		families = state.Families(opts.Allowed())
 		before := enrolled(state, families)
 		undo, err := conn.Apply(ctx, state, families)
 		if err != nil {
 			return err
 		}
-		if err := b.applyRules(ctx, run, opts, families, before); err != nil {
+		if err := b.applyRules(ctx, ns.Do, opts, families, before); err != nil {
 			return errors.Join(err, undo.Undo())
 		}
 		return nil
@@ -159,11 +159,11 @@ func (b *Backend) replace(ctx context.Context, run redirection.Runner, family re
 // Verify reports the families that the netns should have redirection for, and
 // every point in which rules, policy rule or route differ from what opts call
 // for there. It reads only, with one iptables-save per family.
-func (b *Backend) Verify(ctx context.Context, run redirection.Runner, opts redirection.Options) (families redirection.Families, differences []redirection.Difference, err error) {
+func (b *Backend) Verify(ctx context.Context, ns redirection.Netns, opts redirection.Options) (families redirection.Families, differences []redirection.Difference, err error) {
 	if err := opts.Validate(); err != nil {
 		return 0, nil, fmt.Errorf("redirection options: %w", err)
 	}
-	err = b.policyRouting(run, func(_ *policyroute.Conn, state *policyroute.State) error {
+	err = b.policyRouting(ns, func(_ *policyroute.Conn, state *policyroute.State) error {
 		families = state.Families(opts.Allowed())
 		differences = state.Differences(families)
 		return nil
@@ -173,7 +173,7 @@ func (b *Backend) Verify(ctx context.Context, run redirection.Runner, opts redir
 			break
 		}
 		var found []redirection.Difference
-		found, err = b.verifyFamily(ctx, run, opts, families, family)
+		found, err = b.verifyFamily(ctx, ns.Do, opts, families, family)
 		differences = append(differences, found...)
 	}
 	if err != nil {
@@ -202,20 +202,20 @@ func (b *Backend) verifyFamily(ctx context.Context, run redirection.Runner, opts
 // Remove takes out everything of ours, however little of it is there: chains,
 // every rule that leads to them, policy rule and route. Tables of iptables-nft that
 // hold nothing after that go too; x_tables never gives up a table.
-func (b *Backend) Remove(ctx context.Context, run redirection.Runner) error {
+func (b *Backend) Remove(ctx context.Context, ns redirection.Netns) error {
 	var errs []error // one part's failure is no reason to leave the others
 	if b.legacy() {
 		for _, family := range redirection.DualStack.Each() {
-			errs = append(errs, b.removeFamily(ctx, run, family))
+			errs = append(errs, b.removeFamily(ctx, ns.Do, family))
 		}
 	} else {
 		// By a restore this takes a transaction per table and family, and the kernel's
 		// grace period for each.
-		_, err := b.native.RemoveNFTChains(ctx, run)
-		_, emptyErr := b.native.RemoveEmptyTables(ctx, run)
+		_, err := b.native.RemoveNFTChains(ctx, ns.Do)
+		_, emptyErr := b.native.RemoveEmptyTables(ctx, ns.Do)
 		errs = append(errs, err, emptyErr)
 	}
-	errs = append(errs, b.policyRouting(run, func(conn *policyroute.Conn, state *policyroute.State) error {
+	errs = append(errs, b.policyRouting(ns, func(conn *policyroute.Conn, state *policyroute.State) error {
 		return conn.Remove(state)
 	}))
 	if err := errors.Join(errs...); err != nil {
@@ -232,10 +232,9 @@ func (b *Backend) removeFamily(ctx context.Context, run redirection.Runner, fami
 	return b.programs[family].Restore(ctx, run, transition(got, ruleset{}))
 }
 
-// policyRouting calls fn with the netns's state, and closes the socket after it:
-// an open one would keep the netns.
-func (b *Backend) policyRouting(run redirection.Runner, fn func(*policyroute.Conn, *policyroute.State) error) (err error) {
-	sockets, err := b.sockets.Open(run, unix.NETLINK_ROUTE)
+// policyRouting calls fn with the netns's state, and gives the socket back after it.
+func (b *Backend) policyRouting(ns redirection.Netns, fn func(*policyroute.Conn, *policyroute.State) error) (err error) {
+	sockets, err := b.sockets.Open(ns, unix.NETLINK_ROUTE)
 	if err != nil {
 		return err
 	}

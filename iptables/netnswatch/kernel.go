@@ -19,12 +19,12 @@ import (
 // for some thousand changes that nobody has read of yet.
 const receiveBuffer = 4 << 20
 
-// subscribe opens a socket in the thread's namespace that gets the notifications of the groups from every namespace with
-// a number here, as far as the filter lets them pass.
-func subscribe(protocol int, filter []unix.SockFilter, groups ...int) (*os.File, error) {
-	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, protocol)
+// subscribe opens a socket in the thread's namespace that gets rtnetlink's notifications of the groups from every namespace
+// with a number here, as far as the filter lets them pass.
+func subscribe(filter []unix.SockFilter, groups ...int) (*os.File, error) {
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_ROUTE)
 	if err != nil {
-		return nil, fmt.Errorf("opening a netlink socket of protocol %d: %w", protocol, err)
+		return nil, fmt.Errorf("opening a netlink socket for notifications: %w", err)
 	}
 	program := &unix.SockFprog{Len: uint16(len(filter)), Filter: &filter[0]}
 	err = errors.Join(
@@ -41,7 +41,7 @@ func subscribe(protocol int, filter []unix.SockFilter, groups ...int) (*os.File,
 		}
 	}
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("subscribing to notifications of netlink protocol %d: %w", protocol, err), unix.Close(fd))
+		return nil, errors.Join(fmt.Errorf("subscribing to notifications of policy rules and routes: %w", err), unix.Close(fd))
 	}
 	return os.NewFile(uintptr(fd), "netlink"), nil
 }
@@ -54,9 +54,9 @@ func enlarge(fd int) error {
 	return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, receiveBuffer)
 }
 
-// receive notes every change that the socket hears of, until the context ends.
-func (w *Watcher) receive(ctx context.Context, file *os.File) error {
-	conn, err := file.SyscallConn()
+// receive notes every change that the kernel tells of, until the context ends.
+func (w *Watcher) receive(ctx context.Context) error {
+	conn, err := w.route.SyscallConn()
 	if err != nil {
 		return fmt.Errorf("reading notifications: %w", err)
 	}
@@ -196,15 +196,6 @@ const (
 	offsetTable = unix.NLMSG_HDRLEN + 4 // rtm_table of struct rtmsg
 )
 
-// packetFilter passes what ends a transaction of nf_tables.
-func packetFilter() []unix.SockFilter {
-	return []unix.SockFilter{
-		load16(offsetType),
-		skipUnless(bigEndian16(unix.NFNL_SUBSYS_NFTABLES<<8|unix.NFT_MSG_NEWGEN), 1),
-		pass(), drop(),
-	}
-}
-
 // routeFilter passes what is about policy rules, about routes of our table, and about loopback.
 func routeFilter() []unix.SockFilter {
 	const loopback = 1 // the interface index of lo in every namespace
@@ -253,8 +244,6 @@ func jumpIf(value uint32, equal, otherwise uint8) unix.SockFilter {
 }
 
 func passIf(value uint32, equal uint8) unix.SockFilter { return jumpIf(value, equal, 0) }
-
-func skipUnless(value uint32, skip uint8) unix.SockFilter { return jumpIf(value, 0, skip) }
 
 // pass accepts the whole message, drop none of it.
 func pass() unix.SockFilter { return unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: 0xffffffff} }

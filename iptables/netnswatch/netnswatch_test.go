@@ -58,9 +58,19 @@ func run(t *testing.T, watcher *netnswatch.Watcher) *watch {
 	return &watch{Watcher: watcher, t: t}
 }
 
+// netns is a network namespace to watch.
+type netns struct {
+	redirection.Runner
+	file *os.File
+}
+
+func (n netns) File() *os.File { return n.file }
+
+func toWatch(ns *netnstest.NS) netns { return netns{Runner: ns.Runner(), file: ns.File()} }
+
 func (w *watch) watch(ns *netnstest.NS) netnswatch.ID {
 	w.t.Helper()
-	id, err := w.Watch(ns.File())
+	id, err := w.Watch(w.t.Context(), toWatch(ns))
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -80,29 +90,34 @@ func (w *watch) expect(want netnswatch.ID) {
 	}
 }
 
-// quiet changes something that makes an event in the namespace marker, and fails the test if another comes first.
+// quiet fails the test if there is any event of earlier changes but those of the namespace marker.
 func (w *watch) quiet(marker *netnstest.NS, id netnswatch.ID) {
 	w.t.Helper()
-	commit(w.t, marker)
-	w.expect(id)
+	if seen := w.settle(marker, id); len(seen) > 0 {
+		w.t.Errorf("events %v, want none", seen)
+	}
 }
 
-// settle makes a change in the namespace marker and takes all events up to its own: those of earlier changes come first.
+// settle takes all events of earlier changes. It makes three changes in the namespace marker, each after the event of the one
+// before: the first may be seen by a look that had passed another namespace already, and that namespace's event may come
+// after the second.
 func (w *watch) settle(marker *netnstest.NS, id netnswatch.ID) map[netnswatch.ID]int {
 	w.t.Helper()
-	commit(w.t, marker)
 	seen := map[netnswatch.ID]int{}
-	for deadline := time.After(patience); ; {
-		select {
-		case got := <-w.Events():
-			if got == id {
-				return seen
+	deadline := time.After(patience)
+	for range 3 {
+		commit(w.t, marker)
+		for got := netnswatch.All; got != id; {
+			select {
+			case got = <-w.Events():
+				seen[got]++
+			case <-deadline:
+				w.t.Fatal("no event of the marker")
 			}
-			seen[got]++
-		case <-deadline:
-			w.t.Fatal("no event of the marker")
 		}
 	}
+	delete(seen, id)
+	return seen
 }
 
 // commit makes one transaction of packet rules.
@@ -267,7 +282,7 @@ func TestWhatCannotBeWatched(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer file.Close()
-	if _, err := w.Watch(file); err == nil || !strings.Contains(err.Error(), "watching a network namespace: asking for its number") {
+	if _, err := w.Watch(t.Context(), netns{Runner: netnstest.New(t).Runner(), file: file}); err == nil || !strings.Contains(err.Error(), "watching a network namespace: asking for its number") {
 		t.Errorf("a file that is no namespace: %v", err)
 	}
 	pod := netnstest.New(t)
@@ -275,7 +290,7 @@ func TestWhatCannotBeWatched(t *testing.T) {
 	commit(t, pod)
 	w.expect(id)
 	file.Close()
-	if _, err := w.Watch(file); err == nil || !strings.Contains(err.Error(), "closed") {
+	if _, err := w.Watch(t.Context(), netns{Runner: netnstest.New(t).Runner(), file: file}); err == nil || !strings.Contains(err.Error(), "closed") {
 		t.Errorf("a closed file: %v", err)
 	}
 }
@@ -287,7 +302,7 @@ func TestEnd(t *testing.T) {
 	before := descriptors(t)
 	for range 20 {
 		watcher := newWatcher(t)
-		if _, err := watcher.Watch(pod.File()); err != nil {
+		if _, err := watcher.Watch(t.Context(), toWatch(pod)); err != nil {
 			t.Fatal(err)
 		}
 		commit(t, pod)
@@ -298,7 +313,7 @@ func TestEnd(t *testing.T) {
 		if err := <-ended; err != nil {
 			t.Errorf("ended with %v", err)
 		}
-		if _, err := watcher.Watch(pod.File()); !errors.Is(err, os.ErrClosed) {
+		if _, err := watcher.Watch(t.Context(), toWatch(pod)); !errors.Is(err, os.ErrClosed) {
 			t.Errorf("watching after the end: %v", err)
 		}
 	}

@@ -12,10 +12,10 @@ import (
 	"ambientd/iptables/redirection"
 )
 
-// Apply makes redirection in the namespace that run enters exactly what the options call for, whatever was there of ours
+// Apply makes redirection in the namespace exactly what the options call for, whatever was there of ours
 // before, and returns the families that it covers: those allowed that the namespace has. Applying again changes nothing
 // for packets. On an error the packet rules are as they were, and what was added of policy rule and route is taken back.
-func (b *Backend) Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, error) {
+func (b *Backend) Apply(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, error) {
 	if err := opts.Validate(); err != nil {
 		return 0, fmt.Errorf("redirection options: %w", err)
 	}
@@ -23,7 +23,7 @@ func (b *Backend) Apply(ctx context.Context, run redirection.Runner, opts redire
 		return 0, err
 	}
 	var families redirection.Families
-	err := b.within(run, func(c *conn) (err error) {
+	err := b.within(ns, func(c *conn) (err error) {
 		if known, is := b.seen.last(c.cookie); is {
 			families, err = b.change(ctx, c, opts, known)
 		} else {

@@ -26,7 +26,7 @@ func inFreshNetns(b *testing.B, before, measured operation) {
 	b.StopTimer()
 	took := make([]time.Duration, 0, b.N)
 	for range b.N {
-		run := redirection.Runner(netnstest.New(b).Runner())
+		run := netnstest.New(b).Runner()
 		if err := before(run); err != nil {
 			b.Fatal(err)
 		}
@@ -64,7 +64,7 @@ func operations(b *testing.B) (apply, verify, remove operation) {
 		return err
 	}
 	remove = func(run redirection.Runner) error { return backend.Remove(b.Context(), run) }
-	first := redirection.Runner(netnstest.New(b).Runner())
+	first := netnstest.New(b).Runner()
 	for _, op := range []operation{apply, verify} {
 		if err := op(first); err != nil {
 			b.Fatal(err)
@@ -103,7 +103,7 @@ func BenchmarkChange(b *testing.B) {
 			return err
 		}
 	}
-	first := redirection.Runner(netnstest.New(b).Runner())
+	first := netnstest.New(b).Runner()
 	for _, op := range []operation{apply, verify, with(other), with(redirection.DefaultOptions())} {
 		if err := op(first); err != nil {
 			b.Fatal(err)
@@ -158,7 +158,7 @@ func BenchmarkHostEntry(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	run := redirection.Runner(netnstest.New(b).Runner())
+	run := netnstest.New(b).Runner()
 	here := redirection.Runner(func(fn func() error) error { return fn() })
 	opts := hostOptions()
 	entry := entries(b, "10.0.0.2")[0]

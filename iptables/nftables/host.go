@@ -358,7 +358,7 @@ func (h *hostSocket) open(sockets *rawnetlink.Sockets) error {
 	if h.socket != nil && h.netns == here {
 		return nil
 	}
-	opened, err := sockets.Open(func(fn func() error) error { return fn() }, unix.NETLINK_NETFILTER)
+	opened, err := sockets.Open(redirection.Runner(func(fn func() error) error { return fn() }), unix.NETLINK_NETFILTER)
 	if err != nil {
 		return err
 	}

@@ -13,21 +13,21 @@ import (
 	"ambientd/iptables/xtables"
 )
 
-// MayHoldOthers reports whether the namespace that run enters holds any table besides ours, of nf_tables or of x_tables:
+// MayHoldOthers reports whether the namespace holds any table besides ours, of nf_tables or of x_tables:
 // only then can there be what [Backend.HasForeign] and [Backend.HasOther] report. It is one look, for the many pods in
 // which nobody else has programmed anything.
-func (b *Backend) MayHoldOthers(ctx context.Context, run redirection.Runner) (some bool, err error) {
+func (b *Backend) MayHoldOthers(ctx context.Context, ns redirection.Netns) (some bool, err error) {
 	if err := ctx.Err(); err != nil {
 		return false, err
 	}
-	alsoLook := func(fn func() error) error {
-		return run(func() (err error) {
+	alsoLook := redirection.Runner(func(fn func() error) error {
+		return ns.Do(func() (err error) {
 			if some, err = xtables.TablesHere(); err != nil {
 				return err
 			}
 			return fn()
 		})
-	}
+	})
 	err = b.packetRules(alsoLook, func(socket *rawnetlink.Socket) error {
 		if some {
 			return nil

@@ -47,9 +47,9 @@ func New() (*Backend, error) {
 	return &Backend{sockets: rawnetlink.New(), removal: encodeRemoval(redirection.NFTablesTable)}, nil
 }
 
-// Verify compares what the kernel has in the namespace that run enters with what the options call for, without writing.
+// Verify compares what the kernel has in the namespace with what the options call for, without writing.
 // It returns the families that redirection should cover there, and every difference.
-func (b *Backend) Verify(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, []redirection.Difference, error) {
+func (b *Backend) Verify(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, []redirection.Difference, error) {
 	if err := opts.Validate(); err != nil {
 		return 0, nil, fmt.Errorf("redirection options: %w", err)
 	}
@@ -58,7 +58,7 @@ func (b *Backend) Verify(ctx context.Context, run redirection.Runner, opts redir
 	}
 	var families redirection.Families
 	var found []redirection.Difference
-	err := b.within(run, func(c *conn) error {
+	err := b.within(ns, func(c *conn) error {
 		state, err := c.route.Read()
 		if err != nil {
 			return err
@@ -80,15 +80,15 @@ func (b *Backend) Verify(ctx context.Context, run redirection.Runner, opts redir
 	return families, found, nil
 }
 
-// Generation returns the number of the last transaction on the packet rules of the namespace that run enters, whoever's it
+// Generation returns the number of the last transaction on the packet rules of the namespace, whoever's it
 // was. It starts at 1 in a new namespace, so it says something only together with the namespace's key. While it stays, no
 // packet rule has changed that nf_tables knows of; rules of iptables-legacy, policy rules and routes are not counted.
-func (b *Backend) Generation(ctx context.Context, run redirection.Runner) (uint64, error) {
+func (b *Backend) Generation(ctx context.Context, ns redirection.Netns) (uint64, error) {
 	if err := ctx.Err(); err != nil {
 		return 0, err
 	}
 	var generation uint32
-	err := b.packetRules(run, func(socket *rawnetlink.Socket) (err error) {
+	err := b.packetRules(ns, func(socket *rawnetlink.Socket) (err error) {
 		generation, err = readGeneration(socket)
 		return err
 	})
@@ -98,12 +98,12 @@ func (b *Backend) Generation(ctx context.Context, run redirection.Runner) (uint6
 	return uint64(generation), nil
 }
 
-// Remove deletes our table, policy rules and routes in the namespace that run enters. Where there are none it succeeds.
-func (b *Backend) Remove(ctx context.Context, run redirection.Runner) error {
+// Remove deletes our table, policy rules and routes in the namespace. Where there are none it succeeds.
+func (b *Backend) Remove(ctx context.Context, ns redirection.Netns) error {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	err := b.within(run, func(c *conn) error {
+	err := b.within(ns, func(c *conn) error {
 		_, known := b.seen.last(c.cookie)
 		b.seen.forget(c.cookie)
 		var err error
@@ -182,9 +182,9 @@ type conn struct {
 	quiet  bool // nothing can have been deleted of the packet rules a moment ago, by anybody
 }
 
-// within opens the sockets inside the namespace that run enters, calls fn outside of it, and closes them.
-func (b *Backend) within(run redirection.Runner, fn func(*conn) error) (err error) {
-	opened, err := b.sockets.Open(run, unix.NETLINK_NETFILTER, unix.NETLINK_ROUTE)
+// within takes or opens the sockets of the namespace, calls fn outside of it, and gives them back or closes them.
+func (b *Backend) within(ns redirection.Netns, fn func(*conn) error) (err error) {
+	opened, err := b.sockets.Open(ns, unix.NETLINK_NETFILTER, unix.NETLINK_ROUTE)
 	if err != nil {
 		return err
 	}
@@ -206,8 +206,8 @@ func (b *Backend) within(run redirection.Runner, fn func(*conn) error) (err erro
 }
 
 // packetRules likewise calls fn where policy routing is no matter.
-func (b *Backend) packetRules(run redirection.Runner, fn func(*rawnetlink.Socket) error) (err error) {
-	opened, err := b.sockets.Open(run, unix.NETLINK_NETFILTER)
+func (b *Backend) packetRules(ns redirection.Netns, fn func(*rawnetlink.Socket) error) (err error) {
+	opened, err := b.sockets.Open(ns, unix.NETLINK_NETFILTER)
 	if err != nil {
 		return err
 	}

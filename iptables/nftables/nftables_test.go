@@ -548,7 +548,7 @@ func TestApplyFailsWhole(t *testing.T) {
 func TestBadInput(t *testing.T) {
 	netnstest.Require(t)
 	backend := newBackend(t)
-	never := func(func() error) error { t.Error("the namespace was entered"); return nil }
+	never := redirection.Runner(func(func() error) error { t.Error("the namespace was entered"); return nil })
 	if _, err := backend.Apply(t.Context(), never, redirection.Options{}); err == nil || !strings.Contains(err.Error(), "probe source") {
 		t.Errorf("apply with bad options: %v", err)
 	}
@@ -567,7 +567,7 @@ func TestBadInput(t *testing.T) {
 		t.Errorf("remove after the end: %v", err)
 	}
 	gone := errors.New("namespace gone")
-	broken := func(func() error) error { return gone }
+	broken := redirection.Runner(func(func() error) error { return gone })
 	if _, err := backend.Apply(t.Context(), broken, redirection.DefaultOptions()); !errors.Is(err, gone) {
 		t.Errorf("apply where the namespace cannot be entered: %v", err)
 	}

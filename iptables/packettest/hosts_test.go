@@ -72,7 +72,7 @@ func TestHostProbes(t *testing.T) {
 				client := withClient(t, n)
 				apply(t, b, n, with(), redirection.DualStack)
 				opts := redirection.HostOptions{ProbeSourceIPv4: with().ProbeSourceIPv4, ProbeSourceIPv6: with().ProbeSourceIPv6, IPv6: true, Scope: scope}
-				host := redirection.Runner(n.peer.Runner())
+				host := n.peer.Runner()
 				if err := b.EnsureHost(t.Context(), host, opts); err != nil {
 					t.Fatal(err)
 				}

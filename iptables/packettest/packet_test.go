@@ -32,9 +32,9 @@ type backend interface {
 }
 
 type podRules interface {
-	Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, error)
-	Verify(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, []redirection.Difference, error)
-	Remove(ctx context.Context, run redirection.Runner) error
+	Apply(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, error)
+	Verify(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, []redirection.Difference, error)
+	Remove(ctx context.Context, ns redirection.Netns) error
 }
 
 type othersRules interface {

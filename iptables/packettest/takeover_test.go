@@ -28,7 +28,7 @@ func TestTakeover(t *testing.T) {
 		t.Run("from "+theirs, func(t *testing.T) {
 			eachBackend(t, func(t *testing.T, b backend) {
 				m := newMesh(t)
-				run := redirection.Runner(m.pod.Runner())
+				run := m.pod.Runner()
 				enrolByAgent(t, m.pod, theirs)
 				expectForeign(t, b, run, true)
 				tr := m.newTraffic()
@@ -70,7 +70,7 @@ func TestMigration(t *testing.T) {
 					t.Parallel()
 					older, newer := newBackend(t, from), newBackend(t, to)
 					m := newMesh(t)
-					run := redirection.Runner(m.pod.Runner())
+					run := m.pod.Runner()
 					if _, err := older.Apply(t.Context(), run, with()); err != nil {
 						t.Fatal(err)
 					}

@@ -30,7 +30,8 @@ func (s *Socket) Dump(requests []byte, limit int) ([]byte, error) {
 	}
 }
 
-func (s *Socket) dump(requests []byte, limit int) ([]byte, error) {
+func (s *Socket) dump(requests []byte, limit int) (answer []byte, err error) {
+	defer s.note(&err)
 	if err := s.send(requests); err != nil {
 		return nil, err
 	}
@@ -65,7 +66,8 @@ func (s *Socket) dump(requests []byte, limit int) ([]byte, error) {
 // Scan sends requests that read, of which the last is a dump, and hands each message of the answers to take, as far as
 // take wants more of them: it holds one datagram at a time, however much there is. It fails as [Socket.Dump] does, and when
 // ctx ends.
-func (s *Socket) Scan(ctx context.Context, requests []byte, take func(Message) (more bool, err error)) error {
+func (s *Socket) Scan(ctx context.Context, requests []byte, take func(Message) (more bool, err error)) (err error) {
+	defer s.note(&err)
 	if err := s.send(requests); err != nil {
 		return err
 	}

@@ -12,6 +12,7 @@ package rawnetlink
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 
 	"golang.org/x/sys/unix"
@@ -47,39 +48,72 @@ func New() *Sockets {
 	}
 }
 
+// Netns is a network namespace in which sockets are opened.
+type Netns interface {
+	// Do runs fn on a thread that is inside.
+	Do(fn func() error) error
+}
+
 // Socket is one netlink socket. It is for one goroutine at a time.
 type Socket struct {
 	fd       int
 	protocol int
 	strict   bool
-	room     int                         // that is offered to dumps
-	offered  int                         // that has been offered to an answer
-	run      func(fn func() error) error // enters its network namespace
+	cookie   uint64 // of its network namespace; 0 until somebody asks
+	room     int    // that is offered to dumps
+	offered  int    // that has been offered to an answer
+	unsound  bool   // it failed: there may be answers that nobody has read
+	ns       Netns
 	owner    *Sockets
 	buffer   *[]byte
 }
 
-// Open opens a socket of each netlink protocol given, such as unix.NETLINK_ROUTE, inside the network namespace that run
-// enters, and returns them in that order. On an error none is left open.
-func (s *Sockets) Open(run func(fn func() error) error, protocols ...int) ([]*Socket, error) {
-	sockets := make([]*Socket, 0, len(protocols))
-	err := run(func() error {
-		for _, protocol := range protocols {
+// Open opens a socket of each netlink protocol given, such as unix.NETLINK_ROUTE, inside the network namespace, and
+// returns them in that order. If the namespace is a [Keeper] it takes those that are kept there. On an error none is left
+// open.
+func (s *Sockets) Open(ns Netns, protocols ...int) ([]*Socket, error) {
+	sockets := make([]*Socket, len(protocols))
+	missing := len(protocols)
+	keeper, keeps := ns.(Keeper)
+	for i, protocol := range protocols {
+		if !keeps {
+			break
+		}
+		if kept := keeper.Kept().take(protocol); kept != nil {
+			sockets[i] = kept
+			missing--
+		}
+	}
+	if missing > 0 {
+		if err := s.complete(ns, sockets, protocols); err != nil {
+			return nil, err
+		}
+	}
+	for _, socket := range sockets {
+		socket.buffer, socket.room, socket.owner = s.buffers.Get().(*[]byte), maxDatagram, s
+	}
+	return sockets, nil
+}
+
+// complete opens those of the sockets that are missing.
+func (s *Sockets) complete(ns Netns, sockets []*Socket, protocols []int) error {
+	err := ns.Do(func() error {
+		for i, protocol := range protocols {
+			if sockets[i] != nil {
+				continue
+			}
 			fd, err := open(protocol)
 			if err != nil {
 				return err
 			}
-			sockets = append(sockets, &Socket{fd: fd, protocol: protocol, room: maxDatagram, run: run, owner: s})
+			sockets[i] = &Socket{fd: fd, protocol: protocol, ns: ns}
 		}
 		return nil
 	})
-	if err != nil {
-		return nil, errors.Join(err, closeAll(sockets))
+	if err == nil {
+		return nil
 	}
-	for _, socket := range sockets {
-		socket.buffer = s.buffers.Get().(*[]byte)
-	}
-	return sockets, nil
+	return errors.Join(err, closeAll(slices.DeleteFunc(sockets, func(s *Socket) bool { return s == nil })))
 }
 
 func open(protocol int) (int, error) {
@@ -93,7 +127,7 @@ func open(protocol int) (int, error) {
 // renew puts a new socket in the place of one that a dump is still under way on. What was returned stays good.
 func (s *Socket) renew() error {
 	var fd int
-	err := s.run(func() (err error) {
+	err := s.ns.Do(func() (err error) {
 		fd, err = open(s.protocol)
 		return err
 	})
@@ -103,36 +137,45 @@ func (s *Socket) renew() error {
 	old := &Socket{fd: s.fd}
 	s.fd, s.offered = fd, 0
 	if s.strict {
+		s.strict = false
 		err = s.SetStrict()
 	}
 	return errors.Join(err, s.owner.discard([]*Socket{old}))
 }
 
-// Close closes the sockets; what their methods returned must not be used any more. They are closed in the background as
-// long as few enough are: when an nfnetlink socket goes, the kernel first waits until everything that was deleted in the
+// Close gives the sockets back to the [Keeper] of their network namespace, or closes them; what their methods returned must
+// not be used any more. They are closed in the background as long as few enough are: when an nfnetlink socket goes, the kernel first waits until everything that was deleted in the
 // same namespace a moment ago has been destroyed, which takes an RCU grace period, some 10 ms
 // (nft_rcv_nl_event, net/netfilter/nf_tables_api.c).
 func (s *Sockets) Close(sockets ...*Socket) error {
-	s.takeBuffers(sockets)
-	return s.discard(sockets)
+	return s.discard(s.giveBack(sockets))
 }
 
-// CloseNow closes the sockets likewise, but within the call. Where nothing was deleted, that takes less than to wake up
-// somebody who does it.
+// CloseNow does likewise, but closes within the call. Where nothing was deleted, that takes less than to wake up somebody
+// who does it.
 func (s *Sockets) CloseNow(sockets ...*Socket) error {
-	s.takeBuffers(sockets)
-	return closeAll(sockets)
+	return closeAll(s.giveBack(sockets))
 }
 
-func (s *Sockets) takeBuffers(sockets []*Socket) {
+// giveBack takes back the buffers, and returns the sockets that nobody keeps.
+func (s *Sockets) giveBack(sockets []*Socket) []*Socket {
+	var left []*Socket
 	for _, socket := range sockets {
 		*socket.buffer = (*socket.buffer)[:0]
 		s.buffers.Put(socket.buffer)
 		socket.buffer = nil
+		keeper, keeps := socket.ns.(Keeper)
+		if !keeps || socket.unsound || !keeper.Kept().put(socket) {
+			left = append(left, socket)
+		}
 	}
+	return left
 }
 
 func (s *Sockets) discard(sockets []*Socket) error {
+	if len(sockets) == 0 {
+		return nil
+	}
 	select {
 	case s.closing <- struct{}{}:
 		go func() {
@@ -164,16 +207,23 @@ func (s *Socket) Close() error { return s.owner.Close(s) }
 // NetnsCookie returns the number that the kernel names the socket's network namespace by: never 0, never used again
 // until the next boot (SO_NETNS_COOKIE, since 5.14).
 func (s *Socket) NetnsCookie() (uint64, error) {
+	if s.cookie != 0 {
+		return s.cookie, nil
+	}
 	cookie, err := unix.GetsockoptUint64(s.fd, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
 	if err != nil {
 		return 0, fmt.Errorf("reading the network namespace's cookie: %w", err)
 	}
+	s.cookie = cookie
 	return cookie, nil
 }
 
 // SetStrict makes the kernel check dump requests strictly and, with that, heed their filters (NETLINK_GET_STRICT_CHK,
 // since 4.20). It is for sockets of NETLINK_ROUTE.
 func (s *Socket) SetStrict() error {
+	if s.strict {
+		return nil
+	}
 	if err := unix.SetsockoptInt(s.fd, unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1); err != nil {
 		return fmt.Errorf("asking for strict netlink checks: %w", err)
 	}
@@ -195,6 +245,7 @@ func (s *Socket) Execute(requests []byte, last uint32) ([]Error, error) {
 
 // ExecuteEchoed likewise returns everything that the kernel answered, for requests that ask for their echo.
 func (s *Socket) ExecuteEchoed(requests []byte, last uint32) (answers []byte, refused []Error, err error) {
+	defer s.note(&err)
 	if err := s.send(requests); err != nil {
 		return nil, nil, err
 	}
@@ -244,7 +295,8 @@ func acknowledgements(datagram []byte, last uint32) (refused []Error, ended bool
 
 // Query sends requests that read and are no dumps, and returns the answers: as many messages as there are requests, each
 // what was asked for or an NLMSG_ERROR, in order.
-func (s *Socket) Query(requests []byte, count int) ([]byte, error) {
+func (s *Socket) Query(requests []byte, count int) (answers []byte, err error) {
+	defer s.note(&err)
 	if err := s.send(requests); err != nil {
 		return nil, err
 	}
@@ -255,6 +307,13 @@ func (s *Socket) Query(requests []byte, count int) ([]byte, error) {
 		}
 	}
 	return (*s.buffer)[start:], nil
+}
+
+// note marks the socket of a call that failed on the way: what it asked for may still be answered.
+func (s *Socket) note(err *error) {
+	if *err != nil {
+		s.unsound = true
+	}
 }
 
 func (s *Socket) send(requests []byte) error {

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"ambientd/iptables/rawnetlink"
+	"ambientd/iptables/redirection"
 	"ambientd/tools/netnstest"
 )
 
@@ -143,7 +144,7 @@ func TestOpenFailureLeavesNothingOpen(t *testing.T) {
 	sockets := rawnetlink.New()
 	before := descriptors(t)
 	boom := errors.New("boom")
-	for name, run := range map[string]func(fn func() error) error{
+	for name, run := range map[string]redirection.Runner{
 		"before": func(func() error) error { return boom },
 		"after": func(fn func() error) error {
 			if err := fn(); err != nil {
@@ -157,7 +158,7 @@ func TestOpenFailureLeavesNothingOpen(t *testing.T) {
 		}
 	}
 	const noProtocol = 31
-	here := func(fn func() error) error { return fn() }
+	here := redirection.Runner(func(fn func() error) error { return fn() })
 	if _, err := sockets.Open(here, unix.NETLINK_ROUTE, noProtocol); !errors.Is(err, unix.EPROTONOSUPPORT) {
 		t.Errorf("unknown protocol: %v", err)
 	}
@@ -171,7 +172,7 @@ func TestCloseIsBounded(t *testing.T) {
 	netnstest.Require(t)
 	sockets := rawnetlink.New()
 	before := descriptors(t)
-	here := func(fn func() error) error { return fn() }
+	here := redirection.Runner(func(fn func() error) error { return fn() })
 	for range 500 {
 		opened, err := sockets.Open(here, unix.NETLINK_ROUTE, unix.NETLINK_NETFILTER)
 		if err != nil {

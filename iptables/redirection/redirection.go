@@ -76,6 +76,15 @@ const Loopback = "lo"
 // whichever thread uses it later.
 type Runner func(fn func() error) error
 
+// Do makes a Runner a [Netns].
+func (r Runner) Do(fn func() error) error { return r(fn) }
+
+// Netns is a network namespace to work in; Do is a [Runner]. Where its owner keeps sockets with it (rawnetlink.Keeper), a
+// backend uses those.
+type Netns interface {
+	Do(fn func() error) error
+}
+
 // Mark is a value under a mask, of a packet or of a connection, in host byte order.
 type Mark struct {
 	Value, Mask uint32

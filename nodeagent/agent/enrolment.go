@@ -104,11 +104,11 @@ func onHost(fn func() error) error {
 }
 
 // makeAudit makes what compares pods with the kernel.
-func (p *parts) makeAudit() (err error) {
+func (p *parts) makeAudit(ctx context.Context) (err error) {
 	cfg := audit.Config{
 		Pods: p.enroller, Changes: p.enroller, Pins: p.pins, Host: p.probes, Interval: p.cfg.AuditInterval, Recorder: recorder{p}, Logger: p.cfg.Logger,
 	}
-	if watcher, err := watchHost(); err != nil {
+	if watcher, err := watchHost(ctx); err != nil {
 		p.cfg.Logger.Warn("changes in pods are noticed late, once an interval", "interval", p.cfg.AuditInterval, "err", err)
 	} else {
 		p.watcher, cfg.Watcher = watcher, watcher
@@ -117,8 +117,17 @@ func (p *parts) makeAudit() (err error) {
 	return err
 }
 
-// watchHost begins to hear the kernel's notifications, those of the host's netns first.
-func watchHost() (*netnswatch.Watcher, error) {
+// hostNetns is the host's network namespace as something to watch.
+type hostNetns struct{ file *os.File }
+
+// File is part of netnswatch.Netns.
+func (h hostNetns) File() *os.File { return h.file }
+
+// Do runs fn where all threads are.
+func (hostNetns) Do(fn func() error) error { return onHost(fn) }
+
+// watchHost begins to notice changes, those in the host's netns first.
+func watchHost(ctx context.Context) (*netnswatch.Watcher, error) {
 	own, err := os.Open("/proc/thread-self/ns/net")
 	if err != nil {
 		return nil, fmt.Errorf("opening the host's netns: %w", err)
@@ -128,7 +137,7 @@ func watchHost() (*netnswatch.Watcher, error) {
 	if err != nil {
 		return nil, err
 	}
-	_, err = w.Watch(own)
+	_, err = w.Watch(ctx, hostNetns{own})
 	return w, err
 }
 

@@ -101,7 +101,7 @@ func assemble(ctx context.Context, cfg Config, host *podnetns.Host, sockets *soc
 		p.openPods,
 		func() error { return p.makeCertificates(sockets) },
 		func() error { return p.makeEnrolment(host, sockets) },
-		p.makeAudit,
+		func() error { return p.makeAudit(ctx) },
 		func() error { return p.makeServers(sockets) },
 		func() error { return p.makeForAbsence(host) },
 	} {

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"os"
 	"slices"
 	"sync"
 	"time"
@@ -60,7 +59,7 @@ type Host interface {
 
 // Watcher tells of changes in network namespaces. [*netnswatch.Watcher] does.
 type Watcher interface {
-	Watch(netns *os.File) (netnswatch.ID, error)
+	Watch(ctx context.Context, ns netnswatch.Netns) (netnswatch.ID, error)
 	Unwatch(id netnswatch.ID)
 	Events() <-chan netnswatch.ID
 }

@@ -13,13 +13,13 @@ import (
 )
 
 const (
-	// settleTime is between a notification and the audit that it prompts. Most changes
+	// settleTime is between the notice of a change and the audit that it prompts. Most changes
 	// come in several, a table and then a policy rule, and are to be one repair.
 	settleTime = 100 * time.Millisecond
 
 	// hostSettleTime is the same for the host, whose set changes with every pod that comes
 	// or goes: looking at all of it takes the longer the more pods there are.
-	hostSettleTime = 500 * time.Millisecond
+	hostSettleTime = 400 * time.Millisecond
 
 	// burst is how many audits of one subject notifications can prompt in an interval.
 	burst = 10
@@ -104,7 +104,7 @@ func (a *Auditor) Run(ctx context.Context) error {
 		events = a.cfg.Watcher.Events()
 	}
 	s.byID[netnswatch.Own] = s.add(hostUID, podnetns.Key{})
-	s.follow(nil, a.cfg.Pods.Enrolled())
+	s.follow(ctx, nil, a.cfg.Pods.Enrolled())
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for {
@@ -113,11 +113,12 @@ func (a *Auditor) Run(ctx context.Context) error {
 		case <-ctx.Done():
 			return nil
 		case <-a.cfg.Changes.Changed():
-			s.follow(a.cfg.Changes.Changes())
+			gone, enrolled := a.cfg.Changes.Changes()
+			s.follow(ctx, gone, enrolled)
 		case id := <-events:
 			s.prompt(id)
 		case f := <-s.done:
-			s.finish(f)
+			s.finish(ctx, f)
 		case <-timer.C:
 		}
 	}
@@ -157,7 +158,7 @@ func (s *schedule) audit(ctx context.Context, subject *subject) {
 
 // finish sets when the subject is audited next. A notification that came meanwhile has
 // its own time.
-func (s *schedule) finish(f finished) {
+func (s *schedule) finish(ctx context.Context, f finished) {
 	subject, ok := s.subjects[f.uid]
 	if !ok {
 		s.results.forget(f.uid) // the pod went while it was audited
@@ -175,7 +176,7 @@ func (s *schedule) finish(f finished) {
 	subject.due = time.Now().Add(pause*9/10 + rand.N(pause/5+1))
 	s.waiting.put(subject)
 	if subject.uid != hostUID && !subject.watched {
-		s.watch(subject)
+		s.watch(ctx, subject)
 	}
 }
 
@@ -218,7 +219,7 @@ func (s *schedule) add(uid string, key podnetns.Key) *subject {
 
 // follow takes up pods that have been enrolled, or have moved to another netns, and lets
 // go of those that have gone.
-func (s *schedule) follow(gone, enrolled []string) {
+func (s *schedule) follow(ctx context.Context, gone, enrolled []string) {
 	// Those that have gone first: the kernel may have given their numbers to new ones. The
 	// same goes for a netns that a pod has left.
 	for _, uid := range gone {
@@ -247,12 +248,12 @@ func (s *schedule) follow(gone, enrolled []string) {
 		}
 	}
 	for _, subject := range moved {
-		s.watch(subject)
+		s.watch(ctx, subject)
 	}
 }
 
 // watch begins to watch a pod's netns.
-func (s *schedule) watch(pod *subject) {
+func (s *schedule) watch(ctx context.Context, pod *subject) {
 	if s.cfg.Watcher == nil {
 		return
 	}
@@ -260,7 +261,7 @@ func (s *schedule) watch(pod *subject) {
 	if !ok || ns.Key() != pod.key {
 		return // another change is on its way
 	}
-	id, err := s.cfg.Watcher.Watch(ns.File())
+	id, err := s.cfg.Watcher.Watch(ctx, ns)
 	if err != nil {
 		// The pod is leaving, as a rule, and its netns closed; otherwise its regular audits
 		// are what notices.

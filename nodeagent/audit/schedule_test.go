@@ -207,11 +207,11 @@ func (w *world) Repair(context.Context) error {
 	return nil
 }
 
-func (w *world) Watch(netns *os.File) (netnswatch.ID, error) {
+func (w *world) Watch(_ context.Context, watched netnswatch.Netns) (netnswatch.ID, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, ns := range w.netns {
-		if ns.File() == netns {
+		if ns.File() == watched.File() {
 			w.last++
 			w.numbers[w.last] = ns.Key().String()
 			return w.last, nil

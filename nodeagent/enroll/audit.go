@@ -119,7 +119,7 @@ func (p *enrolment) isEnding(failure error, now time.Time) bool {
 }
 
 func (e *Enroller) auditRules(ctx context.Context, p *enrolment, ns *podnetns.Netns, f *Finding) error {
-	_, differences, err := e.cfg.Redirection.Verify(ctx, ns.Do, p.options)
+	_, differences, err := e.cfg.Redirection.Verify(ctx, ns, p.options)
 	if err != nil || len(differences) == 0 {
 		return err
 	}

@@ -285,7 +285,7 @@ func (e *Enroller) reapply(ctx context.Context, pod workload.Pod) error {
 	options, malformed := e.options(pod, p.place)
 	families := p.families
 	if options.Key() != p.options.Key() {
-		if families, err = e.cfg.Redirection.Apply(ctx, ns.Do, options); err != nil {
+		if families, err = e.cfg.Redirection.Apply(ctx, ns, options); err != nil {
 			e.cfg.Reporter.Event(pod, ReasonFailed, "its changed options are not in force yet: "+err.Error())
 			return &StepError{Step: stepRedirection, Err: err}
 		}

@@ -50,9 +50,9 @@ type Pods interface {
 // Redirection programs the packet rules, policy rule and route of one netns.
 // Apply and Remove are idempotent, Verify only reads.
 type Redirection interface {
-	Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, error)
-	Verify(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, []redirection.Difference, error)
-	Remove(ctx context.Context, run redirection.Runner) error
+	Apply(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, error)
+	Verify(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, []redirection.Difference, error)
+	Remove(ctx context.Context, ns redirection.Netns) error
 }
 
 // Memory is what a Redirection may have besides: what it knows of the packet rules in
@@ -72,7 +72,7 @@ type Identities interface {
 // Predecessors removes what other ambient agents, and our other backends, have set
 // up in a netns, and says whether there was anything.
 type Predecessors interface {
-	RemovePredecessors(ctx context.Context, run redirection.Runner) (bool, error)
+	RemovePredecessors(ctx context.Context, ns redirection.Netns) (bool, error)
 }
 
 // NodeProxy hands a pod's netns to the node proxy. Add returns once the proxy

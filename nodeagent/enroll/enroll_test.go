@@ -127,8 +127,8 @@ func TestSkipUnknown(t *testing.T) {
 // for whoever has to undo it.
 type brokenRules struct{ enroll.Redirection }
 
-func (b brokenRules) Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, error) {
-	_, err := b.Redirection.Apply(ctx, run, opts)
+func (b brokenRules) Apply(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, error) {
+	_, err := b.Redirection.Apply(ctx, ns, opts)
 	return 0, errors.Join(errors.New("broken for the test"), err)
 }
 

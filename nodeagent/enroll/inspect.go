@@ -85,7 +85,7 @@ func (e *Enroller) verifyNetns(ctx context.Context, p *enrolment, netns *os.File
 	if ns.Key() != p.netns {
 		return errors.Join(&StepError{Step: stepNetns, Err: errOtherNetns}, ns.Close())
 	}
-	_, differences, err := e.cfg.Redirection.Verify(ctx, ns.Do, p.options)
+	_, differences, err := e.cfg.Redirection.Verify(ctx, ns, p.options)
 	if err == nil && len(differences) > 0 {
 		err = &DifferenceError{Differences: differences}
 	}

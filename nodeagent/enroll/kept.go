@@ -26,7 +26,7 @@ const (
 // Connections counts the established connections that a pod has kept from the time
 // before it was enrolled.
 type Connections interface {
-	Kept(ctx context.Context, run redirection.Runner) (int, error)
+	Kept(ctx context.Context, ns redirection.Netns) (int, error)
 }
 
 // counts are what was counted last.
@@ -65,7 +65,7 @@ func (e *Enroller) countKept(pods []admin.PodStatus, keepers map[string]struct{}
 		work.Go(func() error {
 			c := count{at: time.Now()}
 			if ns, pinned := e.pins.Get(uid); pinned {
-				kept, err := e.cfg.Connections.Kept(ctx, ns.Do)
+				kept, err := e.cfg.Connections.Kept(ctx, ns)
 				c.kept, c.known = kept, err == nil
 			}
 			mu.Lock()

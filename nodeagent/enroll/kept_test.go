@@ -24,12 +24,12 @@ type counting struct {
 	err   error
 }
 
-func (c *counting) Kept(ctx context.Context, run redirection.Runner) (int, error) {
+func (c *counting) Kept(ctx context.Context, ns redirection.Netns) (int, error) {
 	c.times++
 	if c.err != nil {
 		return 0, c.err
 	}
-	return c.Reader.Kept(ctx, run)
+	return c.Reader.Kept(ctx, ns)
 }
 
 // A pod that is enrolled while it runs shows how many of its connections are left; one

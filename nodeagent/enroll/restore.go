@@ -125,7 +125,7 @@ func (e *Enroller) setDown(ctx context.Context, p *enrolment) error {
 
 // clear removes our rules from a netns whose pod has left the mesh. It owns ns.
 func (e *Enroller) clear(ctx context.Context, ns *podnetns.Netns) error {
-	return errors.Join(e.cfg.Redirection.Remove(ctx, ns.Do), ns.Close())
+	return errors.Join(e.cfg.Redirection.Remove(ctx, ns), ns.Close())
 }
 
 // forgetGone forgets recorded pods whose object is gone.

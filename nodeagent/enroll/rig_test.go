@@ -117,9 +117,9 @@ func hostOptions() redirection.HostOptions {
 // predecessors is the nftables backend's part of taking pods over.
 type predecessors struct{ *nftables.Backend }
 
-func (p predecessors) RemovePredecessors(ctx context.Context, run redirection.Runner) (bool, error) {
-	foreign, err := p.RemoveForeign(ctx, run)
-	other, otherErr := p.RemoveOther(ctx, run)
+func (p predecessors) RemovePredecessors(ctx context.Context, ns redirection.Netns) (bool, error) {
+	foreign, err := p.RemoveForeign(ctx, ns.Do)
+	other, otherErr := p.RemoveOther(ctx, ns.Do)
 	return foreign || other, errors.Join(err, otherErr)
 }
 

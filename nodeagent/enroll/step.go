@@ -77,7 +77,7 @@ func (e *Enroller) steps(p *enrolment, ns *podnetns.Netns, w way) []step {
 		}, {
 			name: stepRedirection,
 			do:   func(ctx context.Context) error { return w.redirect(ctx, p, ns) },
-			undo: func(ctx context.Context) error { return e.cfg.Redirection.Remove(ctx, ns.Do) },
+			undo: func(ctx context.Context) error { return e.cfg.Redirection.Remove(ctx, ns) },
 		}, {
 			name: stepProxy,
 			do:   func(ctx context.Context) error { return w.announce(ctx, p, ns) },
@@ -198,7 +198,7 @@ func (e *Enroller) redirect(ctx context.Context, p *enrolment, ns *podnetns.Netn
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	}
-	families, err := e.cfg.Redirection.Apply(ctx, ns.Do, p.options)
+	families, err := e.cfg.Redirection.Apply(ctx, ns, p.options)
 	if err != nil {
 		return err
 	}
@@ -213,7 +213,7 @@ func (e *Enroller) redirect(ctx context.Context, p *enrolment, ns *podnetns.Netn
 func (e *Enroller) settle(ctx context.Context, p *enrolment, ns *podnetns.Netns) error {
 	settled := false
 	if p.place.ours { // else there is nothing to compare
-		families, differences, err := e.cfg.Redirection.Verify(ctx, ns.Do, p.options)
+		families, differences, err := e.cfg.Redirection.Verify(ctx, ns, p.options)
 		if settled = err == nil && len(differences) == 0; settled {
 			e.setFamilies(p, families)
 		}
@@ -223,7 +223,7 @@ func (e *Enroller) settle(ctx context.Context, p *enrolment, ns *podnetns.Netns)
 			return err
 		}
 	}
-	replaced, err := e.cfg.Predecessors.RemovePredecessors(ctx, ns.Do)
+	replaced, err := e.cfg.Predecessors.RemovePredecessors(ctx, ns)
 	if err != nil {
 		return fmt.Errorf("removing what another agent or backend has set up: %w", err)
 	}

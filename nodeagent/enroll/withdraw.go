@@ -121,7 +121,7 @@ func (e *Enroller) takeOut(ctx context.Context, p *enrolment) error {
 	}
 	keep(stepProbes, e.cfg.Probes.Remove(ctx, uid))
 	if ns, ok := e.pins.Get(uid); ok {
-		keep(stepRedirection, e.cfg.Redirection.Remove(ctx, ns.Do))
+		keep(stepRedirection, e.cfg.Redirection.Remove(ctx, ns))
 	}
 	keep(stepNetns, e.pins.Unpin(uid))
 	keep(stepProxy, e.retract(ctx, uid))
@@ -163,7 +163,7 @@ func (e *Enroller) clearSandbox(ctx context.Context, a attachment, netns *os.Fil
 		return &StepError{Step: stepNetns, Err: err}
 	}
 	if ns.Key() == a.netns {
-		err = e.cfg.Redirection.Remove(ctx, ns.Do)
+		err = e.cfg.Redirection.Remove(ctx, ns)
 	}
 	if err := errors.Join(err, ns.Close()); err != nil {
 		return &StepError{Step: stepRedirection, Err: err}

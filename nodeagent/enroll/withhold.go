@@ -65,7 +65,7 @@ func (e *Enroller) withhold(ctx context.Context, pod workload.Pod) error {
 	}
 	if ns, ok := e.pins.Get(pod.UID); ok {
 		// Before ours go: nothing else would capture after that.
-		if _, err := e.cfg.Predecessors.RemovePredecessors(ctx, ns.Do); err != nil {
+		if _, err := e.cfg.Predecessors.RemovePredecessors(ctx, ns); err != nil {
 			return &StepError{Step: stepRedirection, Err: err}
 		}
 	}

@@ -31,7 +31,7 @@ const patience = 10 * time.Second
 // backend is what a backend of redirection does for host and pods.
 type backend interface {
 	hostprobe.Kernel
-	Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, error)
+	Apply(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, error)
 }
 
 // eachBackend runs test with every backend, and variant of one, that this system has.

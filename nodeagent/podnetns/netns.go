@@ -10,14 +10,17 @@ import (
 	"runtime/debug"
 
 	"golang.org/x/sys/unix"
+
+	"ambientd/iptables/rawnetlink"
 )
 
-// Netns is a verified network namespace, held open by a descriptor. Its methods
-// are safe for concurrent use.
+// Netns is a verified network namespace, held open by a descriptor, with the
+// netlink sockets that were opened in it. Its methods are safe for concurrent use.
 type Netns struct {
 	file *os.File
 	home *os.File // where threads return to; owned by Host
 	key  Key
+	kept rawnetlink.Kept
 }
 
 // Key names the netns.
@@ -28,11 +31,19 @@ func (n *Netns) Key() Key { return n.key }
 // [Netns.Close].
 func (n *Netns) File() *os.File { return n.file }
 
-// Close gives the descriptor back; a second Close does nothing. A Do that has
-// already entered the netns finishes unharmed, a later one returns an error that
-// wraps [os.ErrClosed].
+// Kept returns the sockets that stay open as long as the Netns does. It makes a
+// Netns a [rawnetlink.Keeper].
+func (n *Netns) Kept() *rawnetlink.Kept { return &n.kept }
+
+// Close gives the descriptor and the kept sockets back; a second Close does
+// nothing. A Do that has already entered the netns finishes unharmed, a later one
+// returns an error that wraps [os.ErrClosed].
 func (n *Netns) Close() error {
-	if err := n.file.Close(); err != nil && !errors.Is(err, os.ErrClosed) {
+	err := n.kept.Close()
+	if closeErr := n.file.Close(); !errors.Is(closeErr, os.ErrClosed) {
+		err = errors.Join(err, closeErr)
+	}
+	if err != nil {
 		return fmt.Errorf("closing netns %s: %w", n.key, err)
 	}
 	return nil

@@ -76,9 +76,10 @@ func (s *namespaces) adopt(made *enclave.Netns) (*podnetns.Netns, error) {
 	return s.host.Adopt(f)
 }
 
-// settle waits until this process has no netlink socket open any more. Backends close
-// theirs in the background after a removal: the kernel makes closing wait for an RCU grace
-// period, and holds up what comes next in another netns meanwhile.
+// settle waits until this process has no netlink socket open any more. Those of a netns
+// are closed in the background after it: where rules were removed a moment ago, the kernel
+// makes closing wait for an RCU grace period, and holds up what comes next in another netns
+// meanwhile.
 func settle(ctx context.Context) error {
 	for {
 		entries, err := os.ReadDir("/proc/self/fd")

@@ -98,7 +98,7 @@ func (b *bench) addRules(m *rulesMeasure) {
 func (m *rulesMeasure) neighbour(ctx context.Context) error {
 	return m.one(ctx, func(ns *podnetns.Netns) error {
 		for _, backend := range []backend{m.nft, m.ipt} {
-			if _, err := backend.Apply(ctx, ns.Do, m.opts); err != nil {
+			if _, err := backend.Apply(ctx, ns, m.opts); err != nil {
 				return err
 			}
 		}
@@ -122,9 +122,9 @@ func (m *rulesMeasure) startTwice(ctx context.Context) error {
 
 // backend is what both backends are to the bench.
 type backend interface {
-	Apply(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, error)
-	Verify(ctx context.Context, run redirection.Runner, opts redirection.Options) (redirection.Families, []redirection.Difference, error)
-	Remove(ctx context.Context, run redirection.Runner) error
+	Apply(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, error)
+	Verify(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, []redirection.Difference, error)
+	Remove(ctx context.Context, ns redirection.Netns) error
 }
 
 // life holds the figures of what is done to a pod's rules, one after the other.
@@ -155,14 +155,10 @@ func (m *rulesMeasure) lives(ctx context.Context, backend, renewer backend, n in
 			{&into.replace, func(ns *podnetns.Netns) error { return apply(ctx, backend, ns, m.other) }},
 			{&into.renew, func(ns *podnetns.Netns) error { return apply(ctx, renewer, ns, m.opts) }},
 			{nil, func(ns *podnetns.Netns) error { return verify(ctx, backend, ns, m.opts) }},
-			{&into.remove, func(ns *podnetns.Netns) error { return backend.Remove(ctx, ns.Do) }},
+			{&into.remove, func(ns *podnetns.Netns) error { return backend.Remove(ctx, ns) }},
 		} {
 			if step.figure == nil {
 				step.figure = &figure{}
-			}
-			// What a step has taken away, the kernel takes apart before it does the next.
-			if err := settle(ctx); err != nil {
-				return err
 			}
 			for _, ns := range all {
 				if err := step.figure.time(func() error { return step.do(ns) }); err != nil {
@@ -175,7 +171,7 @@ func (m *rulesMeasure) lives(ctx context.Context, backend, renewer backend, n in
 }
 
 func apply(ctx context.Context, backend backend, ns *podnetns.Netns, opts redirection.Options) error {
-	families, err := backend.Apply(ctx, ns.Do, opts)
+	families, err := backend.Apply(ctx, ns, opts)
 	if err == nil && families != redirection.DualStack {
 		err = fmt.Errorf("only %s was applied: the figures are for both families", families)
 	}
@@ -183,7 +179,7 @@ func apply(ctx context.Context, backend backend, ns *podnetns.Netns, opts redire
 }
 
 func verify(ctx context.Context, backend backend, ns *podnetns.Netns, opts redirection.Options) error {
-	_, differences, err := backend.Verify(ctx, ns.Do, opts)
+	_, differences, err := backend.Verify(ctx, ns, opts)
 	if err == nil && len(differences) > 0 {
 		err = fmt.Errorf("verifying what was just applied finds %v", differences)
 	}

@@ -42,7 +42,7 @@ func newYardstick(ctx context.Context, dir string, backend *iptables.Backend) (*
 		{restore: "ip6tables-nft-restore", save: "ip6tables-nft-save"},
 	}}
 	return y, y.one(ctx, func(ns *podnetns.Netns) error {
-		if _, err := backend.Apply(ctx, ns.Do, redirection.DefaultOptions()); err != nil {
+		if _, err := backend.Apply(ctx, ns, redirection.DefaultOptions()); err != nil {
 			return err
 		}
 		for i := range y.families {

@@ -112,7 +112,7 @@ func (t *trace) readNFTables() error {
 // countRules counts the rules of all tables. The library cannot read those of ours: it takes the direction of a
 // connection's address for a number of four bytes.
 func countRules() (count int, err error) {
-	sockets, err := rawnetlink.New().Open(func(fn func() error) error { return fn() }, unix.NETLINK_NETFILTER)
+	sockets, err := rawnetlink.New().Open(redirection.Runner(func(fn func() error) error { return fn() }), unix.NETLINK_NETFILTER)
 	if err != nil {
 		return 0, err
 	}

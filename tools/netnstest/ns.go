@@ -12,6 +12,8 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"ambientd/iptables/redirection"
 )
 
 // threadNetns is the netns of the thread that opens it. /proc/self would be the
@@ -76,7 +78,7 @@ func (ns *NS) Do(tb testing.TB, fn func() error) {
 
 // Runner returns the function that code under test takes to run something in a
 // pod's netns; it returns fn's error.
-func (ns *NS) Runner() func(fn func() error) error { return ns.run }
+func (ns *NS) Runner() redirection.Runner { return ns.run }
 
 func (ns *NS) run(fn func() error) (err error) {
 	runtime.LockOSThread()

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package rawnetlink_test
+
+import (
+	"errors"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"ambientd/iptables/rawnetlink"
+	"ambientd/iptables/redirection"
+	"ambientd/tools/netnstest"
+)
+
+// keeper is a network namespace that keeps sockets, and counts how often it is entered.
+type keeper struct {
+	redirection.Runner
+	kept    rawnetlink.Kept
+	entered int
+}
+
+func newKeeper(t *testing.T) *keeper {
+	t.Helper()
+	k := &keeper{}
+	run := netnstest.New(t).Runner()
+	k.Runner = func(fn func() error) error { k.entered++; return run(fn) }
+	return k
+}
+
+func (k *keeper) Kept() *rawnetlink.Kept { return &k.kept }
+
+// openIn opens sockets, and fails the test if that takes another number of entries than wanted.
+func openIn(t *testing.T, s *rawnetlink.Sockets, k *keeper, entries int, protocols ...int) []*rawnetlink.Socket {
+	t.Helper()
+	before := k.entered
+	opened, err := s.Open(k, protocols...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := k.entered - before; got != entries {
+		t.Errorf("the namespace was entered %d times, want %d", got, entries)
+	}
+	return opened
+}
+
+func closed(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Errorf("closing: %v", err)
+	}
+}
+
+// askLoopback asks for loopback on a NETLINK_ROUTE socket: it answers if it is in its namespace, and nothing is left in it.
+func askLoopback(t *testing.T, socket *rawnetlink.Socket) {
+	t.Helper()
+	request := rawnetlink.Message{Type: unix.RTM_GETLINK, Flags: unix.NLM_F_REQUEST, Sequence: 7, Payload: make([]byte, 16)}
+	request.Payload[4] = 1 // the interface's index
+	answer, err := socket.Query(rawnetlink.AppendMessage(nil, request), 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, _, err := rawnetlink.Next(answer)
+	if err != nil || m.Type != unix.RTM_NEWLINK || m.Sequence != 7 {
+		t.Errorf("asked for loopback, got message %d, number %d, %v", m.Type, m.Sequence, err)
+	}
+}
+
+func TestKeptSocketsAreUsedAgain(t *testing.T) {
+	netnstest.Require(t)
+	s, k := rawnetlink.New(), newKeeper(t)
+	both := openIn(t, s, k, 1, unix.NETLINK_NETFILTER, unix.NETLINK_ROUTE)
+	cookie, err := both[1].NetnsCookie()
+	if err != nil || cookie == 0 {
+		t.Errorf("cookie %d, %v", cookie, err)
+	}
+	askLoopback(t, both[1])
+	closed(t, s.Close(both...))
+	before := descriptors(t)
+	for range 10 {
+		again := openIn(t, s, k, 0, unix.NETLINK_ROUTE, unix.NETLINK_NETFILTER)
+		askLoopback(t, again[0])
+		if got, err := again[0].NetnsCookie(); err != nil || got != cookie {
+			t.Errorf("cookie %d, %v, want %d", got, err, cookie)
+		}
+		closed(t, s.CloseNow(again...))
+	}
+	if after := descriptors(t); after != before {
+		t.Errorf("%d descriptors before, %d after", before, after)
+	}
+	// While one is in use the next opens its own, of which one is kept.
+	first := openIn(t, s, k, 0, unix.NETLINK_ROUTE)
+	second := openIn(t, s, k, 1, unix.NETLINK_ROUTE)
+	askLoopback(t, second[0])
+	askLoopback(t, first[0])
+	closed(t, s.CloseNow(second...))
+	closed(t, s.CloseNow(first...))
+	if after := descriptors(t); after != before {
+		t.Errorf("%d descriptors before, %d after two at once", before, after)
+	}
+}
+
+// TestFailedSocketsAreNotKept leaves an answer unread: whoever comes next must not take it for its own.
+func TestFailedSocketsAreNotKept(t *testing.T) {
+	netnstest.Require(t)
+	s, k := rawnetlink.New(), newKeeper(t)
+	request := rawnetlink.AppendMessage(nil, rawnetlink.Message{Type: unix.RTM_GETLINK, Flags: unix.NLM_F_REQUEST | unix.NLM_F_DUMP, Payload: make([]byte, 16)})
+	for name, fail := range map[string]func(*rawnetlink.Socket) error{
+		"answers that do not come": func(socket *rawnetlink.Socket) error {
+			_, err := socket.Query(request, 50)
+			return err
+		},
+		"no acknowledgement": func(socket *rawnetlink.Socket) error {
+			_, err := socket.Execute(request, 5)
+			return err
+		},
+		"somebody who has had enough": func(socket *rawnetlink.Socket) error {
+			enough := errors.New("enough")
+			return socket.Scan(t.Context(), request, func(rawnetlink.Message) (bool, error) { return false, enough })
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			opened, err := s.Open(k, unix.NETLINK_ROUTE)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := fail(opened[0]); err == nil {
+				t.Fatal("it did not fail")
+			}
+			closed(t, s.CloseNow(opened...))
+			next := openIn(t, s, k, 1, unix.NETLINK_ROUTE)
+			askLoopback(t, next[0])
+			closed(t, s.CloseNow(next...))
+		})
+	}
+}
+
+func TestKeptEnds(t *testing.T) {
+	netnstest.Require(t)
+	s, k := rawnetlink.New(), newKeeper(t)
+	before := descriptors(t)
+	closed(t, s.Close(openIn(t, s, k, 1, unix.NETLINK_ROUTE, unix.NETLINK_NETFILTER)...))
+	inUse := openIn(t, s, k, 0, unix.NETLINK_ROUTE)
+	closed(t, k.kept.Close())
+	closed(t, k.kept.Close())
+	askLoopback(t, inUse[0])
+	closed(t, s.Close(inUse...))
+	for deadline := time.Now().Add(10 * time.Second); descriptors(t) > before; time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) { // closing ends in the background
+			t.Fatalf("%d descriptors before, %d after the end", before, descriptors(t))
+		}
+	}
+}
+
+func TestKeptByMany(t *testing.T) {
+	netnstest.Require(t)
+	s, run := rawnetlink.New(), netnstest.New(t).Runner()
+	k := &keeper{Runner: run}
+	var work sync.WaitGroup
+	for range 8 {
+		work.Go(func() {
+			for range 100 {
+				opened, err := s.Open(k, unix.NETLINK_ROUTE, unix.NETLINK_NETFILTER)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if _, err := opened[0].NetnsCookie(); err != nil {
+					t.Error(err)
+				}
+				if err := s.CloseNow(opened...); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	work.Wait()
+	closed(t, k.kept.Close())
+}
