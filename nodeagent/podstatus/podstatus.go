@@ -35,6 +35,10 @@ const (
 	// writeTimeout bounds one request.
 	writeTimeout = 5 * time.Second
 
+	// startDelay is how much later than what it tells of a pod is written. Whoever waits for the pod,
+	// a plugin that has its reply and is about to end, needs the processor more than the request does.
+	startDelay = 50 * time.Millisecond
+
 	// leavingDelay is how much later a pod that is being deleted is written. Its object
 	// is gone by then, as a rule, which saves the request.
 	leavingDelay = 2 * time.Second
@@ -120,7 +124,7 @@ func (w *Writer) State(pod workload.Pod, state enroll.State) {
 	if idle {
 		return
 	}
-	delay := time.Duration(0)
+	delay := startDelay
 	if known, ok := w.cfg.Known(pod.Namespace, pod.Name, pod.UID); ok && known.Deleting && state == enroll.StateOut {
 		delay = leavingDelay
 	}

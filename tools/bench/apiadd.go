@@ -145,6 +145,7 @@ func (m *addsMeasure) add(ctx context.Context, number int) error {
 	if _, err := idle(ctx, m.node.agent); err != nil {
 		return err
 	}
+	before = m.cluster.agents.Answered()
 	run := pluginRun{netns: netns.Path(), stdin: pluginStdin(podevent.DefaultSocket, netns.Path(), pod.ips), container: "sandbox-" + pod.UID, pod: pod.Pod}
 	for _, p := range []struct {
 		path   string
@@ -156,6 +157,10 @@ func (m *addsMeasure) add(ctx context.Context, number int) error {
 		}
 	}
 	m.pods = append(m.pods, pod)
+	// The patch of the pod's status comes later, and must not meet the next pod's ADD.
+	if err := awaitTraffic(ctx, m.cluster.agents, before); err != nil {
+		return err
+	}
 	_, err = idle(ctx, m.node.agent)
 	return err
 }
