@@ -19,11 +19,11 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/rest"
 	"k8s.io/client-go/restmapper"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/clientcmd"
@@ -41,13 +41,18 @@ const (
 
 // cluster is the real one that the tests run in.
 type cluster struct {
-	config *rest.Config
 	client kubernetes.Interface
 	nodes  []node
 	proxy  string      // Devproxy or Ztunnel
 	cached cache.Store // all pods, as a watch tells of them
 	logs   *logs
 	news   *news
+
+	// For objects of any kind.
+	dynamic dynamic.Interface
+	mapper  meta.RESTMapper
+
+	runtimeFiles map[string]map[string]string // by node: what runtimeFiles returned before ambientd came
 }
 
 // news wakes whoever waits for the cluster to change.
@@ -83,8 +88,13 @@ func join(t *testing.T) *cluster {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &cluster{config: config, client: client, news: newNews(), proxy: environment(t, "E2E_NODE_PROXY")}
+	c := &cluster{client: client, news: newNews(), proxy: environment(t, "E2E_NODE_PROXY"), runtimeFiles: map[string]map[string]string{}}
 	c.logs = newLogs(c)
+	c.dynamic, err = dynamic.NewForConfig(config)
+	must(t, err)
+	groups, err := restmapper.GetAPIGroupResources(client.Discovery())
+	must(t, err)
+	c.mapper = restmapper.NewDiscoveryRESTMapper(groups)
 	count, err := strconv.Atoi(environment(t, "DEVCLUSTER_NODES"))
 	if err != nil || count == 0 {
 		t.Fatalf("the cluster has %d nodes (%v), and pods need some: use `make e2e`", count, err)
@@ -188,31 +198,38 @@ func (c *cluster) pod(namespace, name string) (*corev1.Pod, error) {
 // deploy applies the manifests as an operator does, with the patches of this test.
 func (c *cluster) deploy(t *testing.T, denied string) {
 	t.Helper()
-	manifests, err := Manifests(c.proxy)
-	must(t, err)
-	objects, err := ReadManifests(manifests...)
-	must(t, err)
+	objects := c.manifests(t)
 	patches := Patches(c.proxy, denied)
 	must(t, Apply(patches, objects))
 	for _, patch := range patches {
 		t.Logf("otherwise than in the manifests: %s", patch)
 	}
-	groups, err := restmapper.GetAPIGroupResources(c.client.Discovery())
-	must(t, err)
-	mapper := restmapper.NewDiscoveryRESTMapper(groups)
-	client, err := dynamic.NewForConfig(c.config)
-	must(t, err)
 	for _, object := range objects {
-		kind := object.GroupVersionKind()
-		mapping, err := mapper.RESTMapping(kind.GroupKind(), kind.Version)
-		must(t, err)
-		resource := dynamic.ResourceInterface(client.Resource(mapping.Resource))
-		if mapping.Scope.Name() == meta.RESTScopeNameNamespace {
-			resource = client.Resource(mapping.Resource).Namespace(object.GetNamespace())
-		}
-		_, err = resource.Apply(t.Context(), object.GetName(), object, metav1.ApplyOptions{FieldManager: "e2e"})
+		_, err := c.resource(t, object).Apply(t.Context(), object.GetName(), object, metav1.ApplyOptions{FieldManager: "e2e"})
 		must(t, err)
 	}
+}
+
+// manifests returns what is in those of deploy, and in the node proxy's.
+func (c *cluster) manifests(t *testing.T) []*unstructured.Unstructured {
+	t.Helper()
+	manifests, err := Manifests(c.proxy)
+	must(t, err)
+	objects, err := ReadManifests(manifests...)
+	must(t, err)
+	return objects
+}
+
+// resource returns where the API server has objects of this one's kind, and in its namespace.
+func (c *cluster) resource(t *testing.T, object *unstructured.Unstructured) dynamic.ResourceInterface {
+	t.Helper()
+	kind := object.GroupVersionKind()
+	mapping, err := c.mapper.RESTMapping(kind.GroupKind(), kind.Version)
+	must(t, err)
+	if mapping.Scope.Name() == meta.RESTScopeNameNamespace {
+		return c.dynamic.Resource(mapping.Resource).Namespace(object.GetNamespace())
+	}
+	return c.dynamic.Resource(mapping.Resource)
 }
 
 // labelNode sets the label that decides whether the agent is on the node.

@@ -15,8 +15,8 @@ import (
 const deniedNamespace = "e2e-denied"
 
 // TestCluster deploys ambientd on the cluster as an operator does, and then goes through what
-// happens to pods. One subtest builds on no other but the first; the last ones look back at
-// all.
+// happens to pods. One subtest builds on no other but the first; those before the last look back
+// at all, and the last one takes ambientd away again.
 func TestCluster(t *testing.T) {
 	c := join(t)
 	t.Cleanup(func() { keepLogs(t) })
@@ -49,15 +49,20 @@ func (c *cluster) parts() []part {
 		{"hostNetwork and opted-out pods", c.testUntouched},
 		{"pod deleted while the agent is down", c.testDeletedWhileDown},
 		{"agent killed while 20 pods start", c.testKilled},
+		{"container runtime asked for pods", c.testRuntime},
 		{"nothing is left", c.testNothingLeft},
 		{"agent's requests", c.testRequests},
 		{"agent's log", c.testLog},
+		{"removal", c.testRemoval},
 	}...)
 }
 
 func (c *cluster) testDeploy(t *testing.T) {
 	t.Cleanup(func() { c.explain(t, systemNamespace) })
 	for _, n := range c.nodes {
+		files, err := n.runtimeFiles()
+		must(t, err)
+		c.runtimeFiles[n.name] = files
 		c.labelNode(t, n.name, "on")
 	}
 	c.deploy(t, deniedNamespace)
