@@ -57,21 +57,22 @@ func (o *operations) Verify(ctx context.Context, req admin.VerifyRequest) (admin
 
 // selected returns the enrolled pods that are meant, and those named that are not
 // enrolled with nothing but their names, sorted.
-func (o *operations) selected(ctx context.Context, names []string) ([]admin.PodStatus, error) {
-	var pods []admin.PodStatus
-	for _, pod := range o.parts.enroller.Roster() {
-		if pod.State != admin.PodEnrolling && (len(names) == 0 || isNamed(pod, names)) {
-			pods = append(pods, pod)
-		}
+func (o *operations) selected(ctx context.Context, names []string) ([]enroll.Member, error) {
+	pods := o.parts.enroller.Members()
+	if len(names) > 0 {
+		pods = slices.DeleteFunc(pods, func(pod enroll.Member) bool { return !isNamed(pod, names) })
 	}
-	listed, _ := o.parts.pods.List()
+	var listed []workload.Pod
+	if len(names) > 0 {
+		listed, _ = o.parts.pods.List()
+	}
 	for _, name := range names {
-		if slices.ContainsFunc(pods, func(p admin.PodStatus) bool { return isNamed(p, []string{name}) }) {
+		if slices.ContainsFunc(pods, func(p enroll.Member) bool { return isNamed(p, []string{name}) }) {
 			continue
 		}
 		i := slices.IndexFunc(listed, func(p workload.Pod) bool { return name == p.UID || name == p.String() })
 		if i >= 0 {
-			pods = append(pods, admin.PodStatus{Namespace: listed[i].Namespace, Name: listed[i].Name})
+			pods = append(pods, enroll.Member{Namespace: listed[i].Namespace, Name: listed[i].Name})
 			continue
 		}
 		// What has just been written is not in the list yet.
@@ -79,29 +80,29 @@ func (o *operations) selected(ctx context.Context, names []string) ([]admin.PodS
 		if _, err := o.parts.pods.Lookup(ctx, namespace, short, ""); err != nil {
 			return nil, fmt.Errorf("%s: %w", name, admin.ErrNoSuchPod)
 		}
-		pods = append(pods, admin.PodStatus{Namespace: namespace, Name: short})
+		pods = append(pods, enroll.Member{Namespace: namespace, Name: short})
 	}
-	slices.SortStableFunc(pods, func(a, b admin.PodStatus) int {
+	slices.SortStableFunc(pods, func(a, b enroll.Member) int {
 		return cmp.Or(strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name))
 	})
 	return pods, nil
 }
 
-func isNamed(pod admin.PodStatus, names []string) bool {
+func isNamed(pod enroll.Member, names []string) bool {
 	return slices.Contains(names, pod.UID) || slices.Contains(names, nameOf(pod))
 }
 
-func nameOf(pod admin.PodStatus) string { return pod.Namespace + "/" + pod.Name }
+func nameOf(pod enroll.Member) string { return pod.Namespace + "/" + pod.Name }
 
 // verifyPods audits pods; findings are in their order.
-func (o *operations) verifyPods(ctx context.Context, pods []admin.PodStatus) []admin.PodFinding {
+func (o *operations) verifyPods(ctx context.Context, pods []enroll.Member) []admin.PodFinding {
 	var uids []string
 	for _, pod := range pods {
 		if pod.UID != "" {
 			uids = append(uids, pod.UID)
 		}
 	}
-	byUID := map[string]enroll.Finding{}
+	byUID := make(map[string]enroll.Finding, len(uids))
 	if len(uids) > 0 {
 		for _, f := range o.parts.auditor.Pods(ctx, uids) {
 			byUID[f.UID] = f
@@ -124,7 +125,7 @@ func (o *operations) verifyPods(ctx context.Context, pods []admin.PodStatus) []a
 }
 
 // probe connects to each pod from the host and notes what arrived.
-func (o *operations) probe(ctx context.Context, pods []admin.PodStatus, findings []admin.PodFinding) {
+func (o *operations) probe(ctx context.Context, pods []enroll.Member, findings []admin.PodFinding) {
 	var work errgroup.Group
 	work.SetLimit(probesAtOnce)
 	for i, pod := range pods {

@@ -5,6 +5,7 @@ package enroll
 import (
 	"cmp"
 	"fmt"
+	"net/netip"
 	"slices"
 	"strings"
 
@@ -20,10 +21,23 @@ func (e *Enroller) Pods() []admin.PodStatus {
 	return pods
 }
 
-// Roster is Pods without what the kernel would have to be asked for.
-func (e *Enroller) Roster() []admin.PodStatus {
-	pods, _ := e.podsNow()
-	return pods
+// Member is an enrolled pod.
+type Member struct {
+	UID, Namespace, Name string
+	IPs                  []netip.Addr
+}
+
+// Members returns all pods that are wholly enrolled, in no order.
+func (e *Enroller) Members() []Member {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	members := make([]Member, 0, len(e.pods))
+	for uid, p := range e.pods {
+		if p.done {
+			members = append(members, Member{UID: uid, Namespace: p.pod.Namespace, Name: p.pod.Name, IPs: p.ips})
+		}
+	}
+	return members
 }
 
 // podsNow reports the pods, and which of them keep connections from before.
