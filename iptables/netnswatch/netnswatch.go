@@ -17,7 +17,7 @@
 // every transaction in all of them. That made a transaction that installs redirection take 1.9 times as long and one that
 // removes it 4 times, made those of everybody else on the node dearer too, and a pod that changes its rules all the time
 // could keep a third of a core busy. To ask a namespace which transaction was its last takes 3 µs on a socket that is open
-// there anyway (rawnetlink.Keeper): every 0.4 s that is 0.2 % of a core for 250 pods, whatever they do.
+// there anyway (rawnetlink.Keeper): every 0.4 s that is half a percent of a core for 250 pods, whatever they do.
 package netnswatch
 
 import (

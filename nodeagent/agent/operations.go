@@ -171,7 +171,11 @@ func (o *operations) lastProbes(uid string) []admin.ProbeFinding {
 
 // Withdraw is part of admin.Operations.
 func (o *operations) Withdraw(ctx context.Context, pods admin.Selection) (admin.Outcome, error) {
-	return outcome(o.parts.enroller.Withhold(ctx, pods.Pods))
+	withdrawn, err := o.parts.enroller.Withhold(ctx, pods.Pods)
+	if pods.All && err == nil {
+		err = o.parts.probes.Rest(ctx)
+	}
+	return outcome(withdrawn, err)
 }
 
 // Enrol is part of admin.Operations.

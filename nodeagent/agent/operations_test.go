@@ -32,7 +32,12 @@ func TestOperations(t *testing.T) {
 			r.manifest("node", pod("node", "hostNetwork: true"))
 			checkVerify(t, r, one, two)
 			checkWithdraw(t, r, one, two)
+			// An agent that has pods leaves the host's rule for the next, one without takes it along.
+			if _, err := admin.Withdraw(t.Context(), r.cfg.AdminSocketPath(), admin.Selection{Pods: []string{"shop/web-1", "shop/web-2"}}); err != nil {
+				t.Fatal(err)
+			}
 			r.end()
+			wantNoTraces(t, netnstest.Self(t))
 		})
 	}
 }
@@ -108,6 +113,7 @@ func checkWithdraw(t *testing.T, r *running, one, two *sandbox) {
 		t.Fatal(err)
 	}
 	wantNoTraces(t, two.ns)
+	wantNoTraces(t, netnstest.Self(t))
 	if outcome, err = admin.Enrol(t.Context(), socket, admin.Selection{All: true}); err != nil || len(outcome.Pods) != 2 {
 		t.Fatalf("letting all back in: %+v, %v", outcome, err)
 	}

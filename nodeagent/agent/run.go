@@ -206,8 +206,8 @@ func (p *parts) run(ctx context.Context) error {
 	}
 	group.Go(func() error {
 		changing.Wait()
-		stop()
-		return nil
+		defer stop()
+		return p.leaveHost(behind)
 	})
 	rest := []func(context.Context) error{p.fetcher.Run, p.proxies.Run, p.sds.run, p.forPlugin.Run, p.awaitReady}
 	if p.watcher != nil {
@@ -223,6 +223,17 @@ func (p *parts) run(ctx context.Context) error {
 		group.Go(func() error { return part(behind) })
 	}
 	return group.Wait()
+}
+
+// leaveTimeout bounds what the agent still does when nothing changes pods any more.
+const leaveTimeout = 3 * time.Second
+
+// leaveHost takes the rule for probes away where no pod is in the mesh: this may be the
+// last agent of the node.
+func (p *parts) leaveHost(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, leaveTimeout)
+	defer cancel()
+	return p.probes.Rest(ctx)
 }
 
 // awaitReady says once that the agent is ready: sockets listen and earlier pods have been

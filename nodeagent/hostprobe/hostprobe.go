@@ -237,8 +237,21 @@ func (s *Set) Clear(ctx context.Context) error {
 	defer release()
 	clear(s.pods)
 	clear(s.owners)
-	s.up = false
-	return s.cfg.Kernel.RemoveHost(ctx, s.cfg.Run)
+	return s.remove(ctx)
+}
+
+// Rest takes rule and sets out of the host's netns if it is sure that no pod needs them.
+// The next Add makes them anew.
+func (s *Set) Rest(ctx context.Context) error {
+	release, err := s.take(ctx)
+	if err != nil {
+		return err
+	}
+	defer release()
+	if !s.settled || !s.up || len(s.pods) > 0 {
+		return nil
+	}
+	return s.remove(ctx)
 }
 
 // take waits for the turn. Whoever gets it calls release.
@@ -295,6 +308,11 @@ func (s *Set) exact() bool {
 
 func (s *Set) entries() []redirection.HostEntry {
 	return slices.SortedFunc(maps.Keys(s.owners), redirection.HostEntry.Compare)
+}
+
+func (s *Set) remove(ctx context.Context) error {
+	s.up = false
+	return s.cfg.Kernel.RemoveHost(ctx, s.cfg.Run)
 }
 
 func (s *Set) ensure(ctx context.Context) error {

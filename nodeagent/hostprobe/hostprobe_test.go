@@ -309,6 +309,29 @@ func TestClear(t *testing.T) {
 	})
 }
 
+// TestRest takes the rule away only where that is sure to harm nobody.
+func TestRest(t *testing.T) {
+	eachBackend(t, func(t *testing.T, b backend) {
+		r := newRig(t, b)
+		r.must(r.Repair(t.Context()))
+		r.must(r.Rest(t.Context())) // an earlier agent's pods may not all be known
+		r.holds()
+		r.settle()
+		r.add("p1", "10.0.0.1")
+		r.must(r.Rest(t.Context()))
+		r.holds("10.0.0.1")
+		r.remove("p1")
+		r.holds()
+		r.must(r.Rest(t.Context()))
+		r.gone()
+		r.differs() // and that is as it should be
+		r.must(r.Rest(t.Context()))
+		r.gone()
+		r.add("p2", "10.0.0.2")
+		r.holds("10.0.0.2")
+	})
+}
+
 // TestRefusedAdd: when the kernel takes a part only, it is left without any, and the
 // pod owns nothing. If even that fails, the difference is seen and repaired.
 func TestRefusedAdd(t *testing.T) {
