@@ -16,7 +16,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"ambientd/nodeagent/zds/zdstest"
 	"ambientd/tools/enclave"
 )
 
@@ -37,7 +36,7 @@ type agentCommand struct {
 // node is the real agent, and a node proxy that acks at once.
 type node struct {
 	agent *enclave.Process
-	proxy *zdstest.Peer
+	proxy *ackingProxy
 	// ready is how long it took from the start of the agent until it was ready and the
 	// node proxy had acked all pods.
 	ready time.Duration
@@ -67,7 +66,7 @@ func (b *bench) startNode(ctx context.Context, c agentCommand) (_ *node, err err
 	if n.proxy, err = connectProxy(ctx, n.agent); err != nil {
 		return nil, err
 	}
-	if err := n.proxy.AwaitReady(ctx); err != nil {
+	if err := n.proxy.awaitReady(ctx); err != nil {
 		return nil, err
 	}
 	acked := time.Since(began)
@@ -80,9 +79,9 @@ func (b *bench) startNode(ctx context.Context, c agentCommand) (_ *node, err err
 }
 
 // connectProxy connects as soon as the agent listens.
-func connectProxy(ctx context.Context, agent *enclave.Process) (*zdstest.Peer, error) {
+func connectProxy(ctx context.Context, agent *enclave.Process) (*ackingProxy, error) {
 	for {
-		proxy, err := zdstest.Dial(ctx, zdsSocket, zdstest.AckAll)
+		proxy, err := dialProxy(zdsSocket)
 		switch {
 		case err == nil:
 			return proxy, nil
@@ -103,7 +102,7 @@ func connectProxy(ctx context.Context, agent *enclave.Process) (*zdstest.Peer, e
 func (n *node) stop() error {
 	var err error
 	if n.proxy != nil {
-		err = n.proxy.Close()
+		err = n.proxy.close()
 	}
 	return errors.Join(err, n.agent.Stop())
 }

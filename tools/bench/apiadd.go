@@ -191,7 +191,7 @@ func (m *addsMeasure) settle(ctx context.Context) error {
 		return err
 	}
 	// Enrolled is what the proxy has.
-	if enrolled := len(m.node.proxy.State().Pods); enrolled != len(m.pods) {
+	if enrolled := m.node.proxy.held(); enrolled != len(m.pods) {
 		return fmt.Errorf("the node proxy has %d pods, want %d", enrolled, len(m.pods))
 	}
 	memory, err := memoryOf(m.node.agent.Pid())

@@ -184,7 +184,7 @@ func (m *scaleMeasure) measure(ctx context.Context, into *agentLoad) error {
 	return m.withAgent(ctx, func(node *node, before int64) error {
 		ready := m.cluster.agents.Answered()
 		into.startTraffic = ready - before
-		if enrolled := len(node.proxy.State().Pods); enrolled != len(m.pods) {
+		if enrolled := node.proxy.held(); enrolled != len(m.pods) {
 			return fmt.Errorf("the node proxy has %d pods, want %d", enrolled, len(m.pods))
 		}
 		idleCPU, err := cpuTime(node.agent.Pid())

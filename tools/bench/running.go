@@ -13,7 +13,6 @@ import (
 
 	"ambientd/cni-plugin/podevent"
 	"ambientd/nodeagent/admin"
-	"ambientd/nodeagent/zds/zdstest"
 	"ambientd/tools/enclave"
 )
 
@@ -166,7 +165,7 @@ func (m *runningMeasure) change(ctx context.Context, namespace string, to member
 	if namespace == others {
 		pods = m.crowd.size.bystanders
 	}
-	message, held := "running pod enrolled", len(m.node.proxy.State().Pods)+pods
+	message, held := "running pod enrolled", m.node.proxy.held()+pods
 	if to == outside {
 		message, held = "running pod withdrawn", held-2*pods
 	}
@@ -174,7 +173,7 @@ func (m *runningMeasure) change(ctx context.Context, namespace string, to member
 	if err := switchNamespace(m.manifests, namespace, to); err != nil {
 		return 0, 0, err
 	}
-	if err := m.node.proxy.Await(ctx, func(s zdstest.State) bool { return len(s.Pods) == held }); err != nil {
+	if err := m.node.proxy.awaitPods(ctx, held); err != nil {
 		return 0, 0, fmt.Errorf("switching namespace %s: %w", namespace, err)
 	}
 	followed, last := 0, began
@@ -259,7 +258,7 @@ func (m *runningMeasure) again(ctx context.Context, env []string) error {
 	taken := m.node.agent.Log().Find(0, func(l enclave.Line) bool {
 		return says("pods of an earlier agent taken up")(l) && l.Field("enrolled") == strconv.Itoa(m.crowd.size.members)
 	})
-	if acked := len(m.node.proxy.State().Pods); len(taken) != 1 || acked != m.crowd.size.members {
+	if acked := m.node.proxy.held(); len(taken) != 1 || acked != m.crowd.size.members {
 		return fmt.Errorf("after a restart %d pods are with the node proxy, want %d, all taken up", acked, m.crowd.size.members)
 	}
 	return nil
