@@ -5,7 +5,6 @@ package manifests
 import (
 	"bufio"
 	"bytes"
-	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -63,16 +62,6 @@ func isManifest(name string) bool {
 		return !strings.HasPrefix(name, ".")
 	}
 	return false
-}
-
-// readFile reads the manifests of one file, all or none.
-func readFile(path string) (found objects, digest [sha256.Size]byte, err error) {
-	content, err := readBounded(path)
-	if err != nil {
-		return objects{}, digest, err
-	}
-	found, err = decode(content)
-	return found, sha256.Sum256(content), err
 }
 
 func readBounded(path string) (content []byte, err error) {

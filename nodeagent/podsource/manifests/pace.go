@@ -14,7 +14,8 @@ const (
 	// quietTime gathers the events of one change, such as a file written in parts.
 	quietTime = 20 * time.Millisecond
 
-	// wholeTime gathers files that arrive by rename: what is in such a file is all there.
+	// wholeTime gathers files that arrive by rename one after the other. The first is read at
+	// once: what is in such a file is all there.
 	wholeTime = time.Millisecond
 )
 
@@ -22,6 +23,7 @@ const (
 type pace struct {
 	quiet, soon *time.Timer
 	writing     time.Time // until when a manifest may be half written
+	whole       time.Time // when the last file came by rename
 }
 
 // newPace returns one whose quiet timer fires at once.
@@ -41,7 +43,12 @@ func (p *pace) stop() {
 func (p *pace) note(e fsnotify.Event, now time.Time) {
 	switch {
 	case isWhole(e) && !now.Before(p.writing):
-		p.soon.Reset(wholeTime)
+		wait := time.Duration(0)
+		if now.Sub(p.whole) < quietTime {
+			wait = wholeTime
+		}
+		p.whole = now
+		p.soon.Reset(wait)
 		return
 	case isManifest(filepath.Base(e.Name)) && !isWhole(e) && (e.Has(fsnotify.Create) || e.Has(fsnotify.Write)):
 		p.writing = now.Add(quietTime)

@@ -30,7 +30,7 @@ func TestReadingNeverWaits(t *testing.T) {
 	defer writer.Close()
 	read := make(chan error, 1)
 	go func() {
-		_, _, err := readFile(path)
+		_, err := readBounded(path)
 		read <- err
 	}()
 	select {

@@ -23,8 +23,13 @@ func TestYoungStampsAreNotBelieved(t *testing.T) {
 		t.Fatalf("error %v, settled %v; want a file that has not settled", f.err, f.settled)
 	}
 	f.settled = false // also where the machine stalled meanwhile
-	if again := loadFile(dir, "a.yaml", f); again == f {
+	other := *f
+	other.digest[0]++
+	if again := loadFile(dir, "a.yaml", &other); again.digest != f.digest {
 		t.Error("a file that had not settled was not read again")
+	}
+	if again := loadFile(dir, "a.yaml", f); again.settled == f.settled && again != f {
+		t.Error("a file that says the same again is another one")
 	}
 	s, err := load(dir, &snapshot{})
 	if err != nil {
