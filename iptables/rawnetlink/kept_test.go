@@ -4,6 +4,9 @@ package rawnetlink_test
 
 import (
 	"errors"
+	"os"
+	"strconv"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -152,6 +155,55 @@ func TestKeptEnds(t *testing.T) {
 			t.Fatalf("%d descriptors before, %d after the end", before, descriptors(t))
 		}
 	}
+}
+
+// TestForgedAnswers has somebody else in the namespace send to every netlink socket there, as a pod may that has
+// CAP_NET_ADMIN.
+func TestForgedAnswers(t *testing.T) {
+	netnstest.Require(t)
+	s, k := rawnetlink.New(), newKeeper(t)
+	opened := openIn(t, s, k, 1, unix.NETLINK_ROUTE, unix.NETLINK_NETFILTER)
+	defer func() { closed(t, s.CloseNow(opened...)) }()
+	askLoopback(t, opened[0]) // at the latest that gives it an address
+	forged := rawnetlink.AppendMessage(nil, rawnetlink.Message{Type: unix.RTM_NEWLINK, Sequence: 8, Payload: make([]byte, 16)})
+	err := k.Do(func() error {
+		listed, err := os.ReadFile("/proc/thread-self/net/netlink")
+		if err != nil {
+			return err
+		}
+		addresses := 0
+		for line := range strings.Lines(string(listed)) {
+			fields := strings.Fields(line) // sk, protocol, address, ...
+			address, err := strconv.ParseUint(fields[2], 10, 32)
+			if err != nil || address == 0 {
+				continue // the header, the kernel
+			}
+			addresses++
+			protocol, err := strconv.Atoi(fields[1])
+			if err != nil {
+				return err
+			}
+			fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, protocol)
+			if err != nil {
+				return err
+			}
+			err = unix.Sendto(fd, forged, 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Pid: uint32(address)})
+			if !errors.Is(err, unix.ECONNREFUSED) {
+				t.Errorf("sending to a socket of protocol %d: %v, want it refused", protocol, err)
+			}
+			if err := unix.Close(fd); err != nil {
+				return err
+			}
+		}
+		if addresses == 0 {
+			t.Errorf("none of our sockets was found:\n%s", listed)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Error(err)
+	}
+	askLoopback(t, opened[0])
 }
 
 func TestKeptByMany(t *testing.T) {

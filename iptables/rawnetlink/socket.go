@@ -116,10 +116,15 @@ func (s *Sockets) complete(ns Netns, sockets []*Socket, protocols []int) error {
 	return errors.Join(err, closeAll(slices.DeleteFunc(sockets, func(s *Socket) bool { return s == nil })))
 }
 
+// open connects the socket to the kernel, whose address is 0. Otherwise anybody with CAP_NET_ADMIN in the same namespace, in
+// a pod perhaps, could send it answers of his own: that all is well (netlink_getsockbyportid, net/netlink/af_netlink.c).
 func open(protocol int) (int, error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, protocol)
 	if err != nil {
 		return 0, fmt.Errorf("opening a netlink socket of protocol %d: %w", protocol, err)
+	}
+	if err := unix.Connect(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
+		return 0, errors.Join(fmt.Errorf("connecting a netlink socket of protocol %d to the kernel: %w", protocol, err), unix.Close(fd))
 	}
 	return fd, nil
 }
@@ -317,7 +322,6 @@ func (s *Socket) note(err *error) {
 }
 
 func (s *Socket) send(requests []byte) error {
-	// Without an address a netlink socket sends to the kernel, and is bound on the way.
 	n, err := ignoringEINTR(func() (int, error) { return unix.Write(s.fd, requests) })
 	if err != nil {
 		return fmt.Errorf("sending to the kernel: %w", err)

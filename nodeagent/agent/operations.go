@@ -24,7 +24,7 @@ const probesAtOnce = 8
 
 var (
 	errNotEnrolled = errors.New("it is not enrolled")
-	errBusy        = errors.New("something else was done to it, or it has left the mesh")
+	errBusy        = errors.New("it is ending, has left the mesh, or something else is being done to it")
 )
 
 // operations are what operators ask for, over all parts.
@@ -172,6 +172,7 @@ func (o *operations) lastProbes(uid string) []admin.ProbeFinding {
 // Withdraw is part of admin.Operations.
 func (o *operations) Withdraw(ctx context.Context, pods admin.Selection) (admin.Outcome, error) {
 	withdrawn, err := o.parts.enroller.Withhold(ctx, pods.Pods)
+	o.keepProbes(nil) // what was found says nothing of what will be there after the way back in
 	if pods.All && err == nil {
 		err = o.parts.probes.Rest(ctx)
 	}

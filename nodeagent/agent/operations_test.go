@@ -118,6 +118,11 @@ func checkWithdraw(t *testing.T, r *running, one, two *sandbox) {
 		t.Fatalf("letting all back in: %+v, %v", outcome, err)
 	}
 	r.awaitStatus("both pods again", allEnrolled(2))
+	for _, pod := range r.status().Pods {
+		if len(pod.Probes) > 0 {
+			t.Errorf("%s: what was found before it was withdrawn is shown again: %+v", pod.Name, pod.Probes)
+		}
+	}
 	if result := r.verify(admin.VerifyRequest{Probes: true}); !result.OK() {
 		t.Errorf("back in: %+v", result)
 	}
