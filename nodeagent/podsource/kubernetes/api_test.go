@@ -63,12 +63,18 @@ func newCluster(t *testing.T) *cluster {
 	must(t, err)
 	relay, byRelay := apitest.NewRelay(t, apitest.Kubeconfig(t))
 	c := &cluster{Clientset: admin, t: t, namespace: name, node: "node-" + name, agent: "agent-" + name, relay: relay}
-	client, err := apiserver.New(apiserver.Config{Kubeconfig: byRelay, UserAgent: c.agent})
-	must(t, err)
-	c.source, err = source.New(source.Config{Client: client, Node: c.node, LiveTimeout: 2 * time.Second, Logger: slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelDebug}))})
-	must(t, err)
+	c.sourceBy(byRelay)
 	c.makeNamespace(name)
 	return c
+}
+
+// sourceBy makes the source, by a kubeconfig.
+func (c *cluster) sourceBy(kubeconfig string) {
+	c.t.Helper()
+	client, err := apiserver.New(apiserver.Config{Kubeconfig: kubeconfig, UserAgent: c.agent})
+	must(c.t, err)
+	c.source, err = source.New(source.Config{Client: client, Node: c.node, LiveTimeout: 2 * time.Second, Logger: slog.New(slog.NewTextHandler(c.t.Output(), &slog.HandlerOptions{Level: slog.LevelDebug}))})
+	must(c.t, err)
 }
 
 // run runs the source until the test ends.
