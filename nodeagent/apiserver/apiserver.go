@@ -14,6 +14,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/url"
+	"strings"
 
 	"github.com/go-logr/logr"
 	corev1 "k8s.io/api/core/v1"
@@ -108,12 +109,20 @@ func Explain(err error) error {
 		err = fmt.Errorf("API server: %w", failed.Err)
 	}
 	switch {
+	case apierrors.IsForbidden(err) && isByPolicy(err):
+		return err // in whose words is what to do, and the role would not help
 	case apierrors.IsForbidden(err):
 		return fmt.Errorf("%w; give the agent's account the ClusterRole of deploy/manifests", err)
 	case apierrors.IsUnauthorized(err):
 		return fmt.Errorf("%w; the API server does not know the agent's credentials: see its service account, or --kubeconfig", err)
 	}
 	return err
+}
+
+// isByPolicy tells whether an admission policy or a webhook has refused what the account has
+// the right to. The API server marks that nowhere but in the text.
+func isByPolicy(err error) bool {
+	return strings.Contains(err.Error(), " denied request: ") || strings.Contains(err.Error(), " denied the request: ")
 }
 
 // WithLog returns a context with which the Kubernetes libraries log to logger, for

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net/http"
 	"slices"
 	"strings"
 	"sync"
@@ -17,6 +18,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/clientcmd"
 
@@ -237,5 +239,35 @@ func TestEvents(t *testing.T) {
 	if repaired.Type != corev1.EventTypeNormal || repaired.InvolvedObject != want || string(want.UID) != pod.UID ||
 		repaired.Source != (corev1.EventSource{Component: "ambientd", Host: c.name}) || repaired.Count != 1 || repaired.FirstTimestamp.IsZero() {
 		t.Errorf("the repair is %+v", repaired)
+	}
+}
+
+// An Event in a namespace that is being deleted is not made: neither the log nor the audit log
+// has that as something for which the agent lacks a right.
+func TestEventInNamespaceThatGoes(t *testing.T) {
+	c := newCluster(t)
+	going := c.name + "-going"
+	// Its finalizer keeps it there for as long as the test goes on.
+	_, err := c.CoreV1().Namespaces().Create(t.Context(), &corev1.Namespace{
+		ObjectMeta: metav1.ObjectMeta{Name: going, Finalizers: []string{"example.org/test"}},
+	}, metav1.CreateOptions{})
+	must(t, err)
+	t.Cleanup(func() {
+		_, err := c.CoreV1().Namespaces().Patch(context.Background(), going, types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`), metav1.PatchOptions{})
+		must(t, err)
+	})
+	must(t, c.CoreV1().Namespaces().Delete(t.Context(), going, metav1.DeleteOptions{}))
+	c.writer.Event(workload.Pod{Namespace: going, Name: "web", UID: "u"}, enroll.ReasonEnrolled, "it is too late")
+	made := func() []apitest.Request {
+		return apitest.Requests(t, func(r apitest.Request) bool { return r.UserAgent == c.name && r.Verb == "create" })
+	}
+	c.await("the event's refusal", func() bool { return len(made()) > 0 })
+	c.end()
+	c.end = nil
+	if got := made(); len(got) != 1 || got[0].ResponseStatus.Code != http.StatusForbidden || got[0].Refused() {
+		t.Errorf("the requests are %v, want one that was forbidden for no want of rights", got)
+	}
+	if strings.Contains(c.log.String(), "WARN") {
+		t.Error("it counts as a failure")
 	}
 }

@@ -33,7 +33,8 @@ type Request struct {
 	RequestReceivedTimestamp time.Time
 }
 
-// Status is what the API server answered, of an error in more words than its code.
+// Status is what the API server answered, of an error in more words than its code; but not to
+// whoever has asked for an object's metadata alone: then the audit log has the code only.
 type Status struct {
 	Code            int
 	Reason, Message string
