@@ -8,7 +8,11 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
+	"slices"
 	"strconv"
+	"sync"
+	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 
@@ -24,9 +28,12 @@ const (
 	// paths of 1 KiB. A longer one is not a pod's.
 	maxCgroup = 16 << 10
 
-	// listedAtOnce is how much of the list of processes is read at once, in bytes: some 250
-	// processes, so that what comes of the first is judged while the next are looked at.
-	listedAtOnce = 8 << 10
+	// listedAtOnce is how much of the list of processes is read at once, in bytes.
+	listedAtOnce = 32 << 10
+
+	// lookedAtOnce is how many processes are looked at before what came of them is examined,
+	// and before the context is looked at again.
+	lookedAtOnce = 64
 
 	// maxLink is how long the text of a link to a netns may be, in bytes.
 	maxLink = 64
@@ -72,20 +79,30 @@ type sight struct {
 	err error
 }
 
+// share is some of the processes, in the order in which they are listed.
+type share struct {
+	sights []sight
+	looked chan struct{} // closed when it is known which netns they are in
+}
+
 // pass looks once at the netns of every process outside of the host's. It calls first for
 // the first one in each netns and keeps the others.
 //
-// A goroutine looks ahead. Most of what that takes is waiting for memory: of each process
+// Others look ahead. Most of what that takes is waiting for memory: of each process
 // the kernel reads what was in no cache since the last pass.
 func (p *processes) pass(ctx context.Context, first func(*group, string)) error {
-	ahead := make(chan []sight, 1)
-	ended := make(chan error, 1)
-	go func() {
-		defer close(ahead)
-		ended <- p.lookAhead(ctx, func(some []sight) { ahead <- some })
-	}()
-	for some := range ahead {
-		for _, one := range some {
+	pids, err := p.list(ctx)
+	if err != nil {
+		return err
+	}
+	shares, stop := p.lookAhead(pids)
+	defer stop()
+	for _, some := range shares {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		<-some.looked
+		for _, one := range some.sights {
 			p.seen++
 			if one.err != nil {
 				p.skip(one.err)
@@ -100,56 +117,86 @@ func (p *processes) pass(ctx context.Context, first func(*group, string)) error 
 			}
 		}
 	}
-	return <-ended
+	return nil
 }
 
-// lookAhead hands over all processes, some at a time. Of the receiver it uses what does
-// not change.
-func (p *processes) lookAhead(ctx context.Context, hand func([]sight)) error {
+// list returns the PIDs of all processes.
+func (p *processes) list(ctx context.Context) ([]string, error) {
 	entries := make([]byte, listedAtOnce)
-	var names []string
-	seen := 0
+	var names, pids []string
 	for {
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
 		n, err := retrying(func() (int, error) { return unix.ReadDirent(p.dir, entries) })
 		if err != nil {
-			return fmt.Errorf("listing %s: %w", p.root, err)
+			return nil, fmt.Errorf("listing %s: %w", p.root, err)
 		}
 		if n == 0 {
-			return nil
+			return pids, nil
 		}
 		_, _, names = unix.ParseDirent(entries[:n], -1, names[:0])
-		some := make([]sight, 0, len(names))
-		for _, pid := range names {
-			if pid[0] < '1' || pid[0] > '9' {
-				continue
+		for _, name := range names {
+			if '1' <= name[0] && name[0] <= '9' {
+				pids = append(pids, name)
 			}
-			if seen%checkContextEvery == 0 && ctx.Err() != nil {
-				return context.Cause(ctx)
-			}
-			if seen++; seen > maxProcesses {
-				return fmt.Errorf("%s has more than %d processes", p.root, maxProcesses)
-			}
-			some = append(some, p.lookAt(pid))
 		}
-		hand(some)
+		if len(pids) > maxProcesses {
+			return nil, fmt.Errorf("%s has more than %d processes", p.root, maxProcesses)
+		}
 	}
 }
 
-// lookAt tells which netns the process is in. The text of its link does so for half of what
+// lookAhead has as many goroutines as there are CPUs look at the processes, the first ones
+// first. When stop returns none of them is at work any more.
+func (p *processes) lookAhead(pids []string) (shares []share, stop func()) {
+	shares = make([]share, 0, len(pids)/lookedAtOnce+1)
+	for some := range slices.Chunk(pids, lookedAtOnce) {
+		sights := make([]sight, len(some))
+		for i, pid := range some {
+			sights[i].pid = pid
+		}
+		shares = append(shares, share{sights: sights, looked: make(chan struct{})})
+	}
+	var next atomic.Int64
+	var lookers sync.WaitGroup
+	for range min(runtime.GOMAXPROCS(0), len(shares)) {
+		lookers.Go(func() {
+			for {
+				i := int(next.Add(1)) - 1
+				if i >= len(shares) {
+					return
+				}
+				for at := range shares[i].sights {
+					p.lookAt(&shares[i].sights[at])
+				}
+				close(shares[i].looked)
+			}
+		})
+	}
+	return shares, func() {
+		next.Store(int64(len(shares)))
+		lookers.Wait()
+	}
+}
+
+// lookAt finds out which netns a process is in. The text of its link tells for half of what
 // it takes to follow it: for that the kernel makes a file of each netns that nobody has open.
-func (p *processes) lookAt(pid string) sight {
-	link := pid + "/ns/net"
+func (p *processes) lookAt(one *sight) {
+	link := one.pid + "/ns/net"
 	var text [maxLink]byte
 	n, err := retrying(func() (int, error) { return unix.Readlinkat(p.dir, link, text[:]) })
 	if err != nil {
-		return sight{pid: pid, err: err}
+		one.err = err
+		return
 	}
 	if ino, ok := netnsNumber(text[:n]); ok {
-		return sight{pid: pid, id: nsID{dev: p.host.dev, ino: ino}} // all are on one file system
+		one.id = nsID{dev: p.host.dev, ino: ino} // all are on one file system
+		return
 	}
 	var st unix.Stat_t // not a process' own link, but one to such a link
-	err = unix.Fstatat(p.dir, link, &st, 0)
-	return sight{pid: pid, id: nsID{dev: st.Dev, ino: st.Ino}, err: err}
+	one.err = unix.Fstatat(p.dir, link, &st, 0)
+	one.id = nsID{dev: st.Dev, ino: st.Ino}
 }
 
 // netnsNumber reads the text of a link, "net:[4026531840]".
