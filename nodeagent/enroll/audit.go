@@ -180,5 +180,5 @@ func (e *Enroller) follow(ctx context.Context, p *enrolment, to *podnetns.Netns)
 	}
 	where := p.place
 	where.key = to.Key()
-	return e.enrolRunningIn(ctx, p.pod, where, to)
+	return e.enrolRunningIn(ctx, p.pod, where, to, e.remember)
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"slices"
 	"time"
 
@@ -168,12 +169,39 @@ func (e *Enroller) enrolRunning(ctx context.Context, work *work, pods []workload
 		wanted = append(wanted, e.wanted(pod))
 	}
 	found, missing := e.cfg.Finder.Find(ctx, wanted)
+	notes := e.recordLater(ctx, len(found))
+	work.atEnd(notes.wait)
+	work.atEnd(e.expectProbes(ctx, pods, found))
 	for _, pod := range pods {
 		if ns, ok := found[pod.UID]; ok {
-			work.do(pod.UID, func() error { return e.enrolFound(ctx, pod, ns) })
+			work.do(pod.UID, func() error { return e.enrolFound(ctx, pod, ns, notes.add) })
 			continue
 		}
 		work.note(pod.UID, missing[pod.UID])
+	}
+	notes.begin()
+}
+
+// expectProbes has the probe entries of the pods found written at once, and returns what is
+// to be called when they are enrolled.
+func (e *Enroller) expectProbes(ctx context.Context, pods []workload.Pod, found map[string]*podnetns.Netns) func() {
+	if len(found) < 2 {
+		return func() {}
+	}
+	done, err := e.cfg.Probes.Expect(ctx, func(yield func([]netip.Addr, []uint16) bool) {
+		for _, pod := range pods {
+			if ns, ok := found[pod.UID]; ok && !yield(e.placeOf(pod, ns.Key()).ips, pod.Probes) {
+				return
+			}
+		}
+	})
+	if err != nil {
+		e.cfg.Logger.Debug("probe entries of pods are written one by one", "err", err)
+	}
+	return func() {
+		if err := done(context.WithoutCancel(ctx)); err != nil {
+			e.cfg.Logger.Warn("probe entries of pods that were not enrolled could not be taken out", "err", err)
+		}
 	}
 }
 
@@ -192,7 +220,7 @@ func (e *Enroller) wanted(pod workload.Pod) podnetns.Wanted {
 }
 
 // enrolFound enrols a running pod in the netns found, or not at all. It owns ns.
-func (e *Enroller) enrolFound(ctx context.Context, pod workload.Pod, ns *podnetns.Netns) error {
+func (e *Enroller) enrolFound(ctx context.Context, pod workload.Pod, ns *podnetns.Netns, record func(uid string)) error {
 	release, err := e.turns.take(ctx, pod.UID)
 	if err != nil {
 		return errors.Join(&StepError{Step: stepTurn, Err: err}, ns.Close())
@@ -204,17 +232,17 @@ func (e *Enroller) enrolFound(ctx context.Context, pod workload.Pod, ns *podnetn
 	if e.hasEnded(pod.UID, ns.Key()) {
 		return errors.Join(fmt.Errorf("its sandbox has ended: %w", podnetns.ErrNotFound), ns.Close())
 	}
-	return e.enrolRunningIn(ctx, pod, e.placeOf(pod, ns.Key()), ns)
+	return e.enrolRunningIn(ctx, pod, e.placeOf(pod, ns.Key()), ns, record)
 }
 
 // enrolRunningIn enrols a running pod in its place, which ns is, or not at all. The
 // caller holds the pod's turn and hands ns over.
-func (e *Enroller) enrolRunningIn(ctx context.Context, pod workload.Pod, where place, ns *podnetns.Netns) error {
+func (e *Enroller) enrolRunningIn(ctx context.Context, pod workload.Pod, where place, ns *podnetns.Netns, record func(uid string)) error {
 	p, err := e.prepare(pod, where)
 	if err != nil {
 		return errors.Join(&StepError{Step: stepIdentity, Err: err}, ns.Close())
 	}
-	w := way{redirect: e.settle, announce: e.announce, certify: e.awaitCertificate, commit: func() { e.commit(p) }}
+	w := way{redirect: e.settle, announce: e.announce, certify: e.awaitCertificate, commit: func() { e.commit(p) }, record: record}
 	if err := runWhole(ctx, e.steps(p, ns, w)); err != nil {
 		e.forgetEnrolment(p)
 		e.reportFailure(pod, err)

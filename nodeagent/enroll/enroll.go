@@ -18,6 +18,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"log/slog"
 	"net/netip"
 	"os"
@@ -95,6 +96,9 @@ type Probes interface {
 	Remove(ctx context.Context, uid string) error
 	// Together calls fn, and has what is added meanwhile written at its end.
 	Together(ctx context.Context, fn func()) error
+	// Expect has what is about to be added for several pods written at once, and what was not
+	// added taken out when done is called, which is never nil.
+	Expect(ctx context.Context, pods iter.Seq2[[]netip.Addr, []uint16]) (done func(context.Context) error, err error)
 }
 
 // Records keeps a note of each pod on disk, for the agent's next start.

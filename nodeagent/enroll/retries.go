@@ -116,6 +116,8 @@ type work struct {
 	tasks    errgroup.Group
 	mu       sync.Mutex
 	outcomes map[string]error
+
+	last []func() // called when all tasks have ended
 }
 
 func newWork() *work {
@@ -138,8 +140,14 @@ func (w *work) note(uid string, err error) {
 	w.outcomes[uid] = err
 }
 
+// atEnd has fn called when all tasks have ended.
+func (w *work) atEnd(fn func()) { w.last = append(w.last, fn) }
+
 // wait returns the outcomes once all tasks have ended.
 func (w *work) wait() map[string]error {
 	_ = w.tasks.Wait() // the tasks' errors are in outcomes
+	for _, fn := range w.last {
+		fn()
+	}
 	return w.outcomes
 }

@@ -58,6 +58,7 @@ type way struct {
 	announce func(context.Context, *enrolment, *podnetns.Netns) error
 	certify  func(context.Context, *enrolment) error
 	commit   func()
+	record   func(uid string) // nil: the record is written at once
 }
 
 // steps lists the parts in the order in which they are put in place. The
@@ -65,6 +66,10 @@ type way struct {
 // are written; the proxy comes after them because its ack is the longest wait.
 func (e *Enroller) steps(p *enrolment, ns *podnetns.Netns, w way) []step {
 	uid := p.pod.UID
+	record := w.record
+	if record == nil {
+		record = e.remember
+	}
 	return []step{
 		{
 			name: stepNetns,
@@ -97,7 +102,7 @@ func (e *Enroller) steps(p *enrolment, ns *podnetns.Netns, w way) []step {
 					return context.Cause(ctx)
 				}
 				w.commit()
-				e.remember(uid)
+				record(uid)
 				return nil
 			},
 			undo: func(context.Context) error { return nil },

@@ -65,6 +65,8 @@ type Set struct {
 	settled bool                    // every enrolled pod has been added once
 	pods    map[string]*pod
 	owners  map[redirection.HostEntry]int // how many pods have the entry; never 0
+	// expected are entries that are in the kernel and that nobody owns yet, see Expect.
+	expected map[redirection.HostEntry]bool
 }
 
 // pod is what is known of one pod UID.
@@ -87,6 +89,8 @@ func New(cfg Config) (*Set, error) {
 		turn:   make(chan struct{}, 1),
 		pods:   map[string]*pod{},
 		owners: map[redirection.HostEntry]int{},
+
+		expected: map[redirection.HostEntry]bool{},
 	}, nil
 }
 
@@ -124,6 +128,7 @@ func (s *Set) Add(ctx context.Context, uid string, addrs []netip.Addr, ports []u
 	for _, e := range entries {
 		p.entries[e] = true
 		s.owners[e]++
+		delete(s.expected, e)
 	}
 	p.addressed = p.addressed || len(addrs) > 0
 	s.pods[uid] = p
@@ -237,6 +242,7 @@ func (s *Set) Clear(ctx context.Context) error {
 	defer release()
 	clear(s.pods)
 	clear(s.owners)
+	clear(s.expected)
 	return s.remove(ctx)
 }
 
@@ -307,7 +313,9 @@ func (s *Set) exact() bool {
 }
 
 func (s *Set) entries() []redirection.HostEntry {
-	return slices.SortedFunc(maps.Keys(s.owners), redirection.HostEntry.Compare)
+	entries := slices.AppendSeq(slices.Collect(maps.Keys(s.owners)), maps.Keys(s.expected))
+	slices.SortFunc(entries, redirection.HostEntry.Compare)
+	return entries
 }
 
 func (s *Set) remove(ctx context.Context) error {
@@ -328,7 +336,7 @@ func (s *Set) ensure(ctx context.Context) error {
 
 // addElements adds those of the entries that nobody owns yet, all or none.
 func (s *Set) addElements(ctx context.Context, entries []redirection.HostEntry) error {
-	unowned := slices.DeleteFunc(slices.Clone(entries), func(e redirection.HostEntry) bool { return s.owners[e] > 0 })
+	unowned := slices.DeleteFunc(slices.Clone(entries), func(e redirection.HostEntry) bool { return s.owners[e] > 0 || s.expected[e] })
 	if len(unowned) == 0 {
 		return nil
 	}
