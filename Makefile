@@ -16,6 +16,9 @@ export PATH := $(PATH):/usr/local/go/bin:/usr/sbin:/sbin
 ARGS ?=
 TESTFLAGS ?=
 
+# Which packages `make test` takes; without it all, also those of other modules.
+PKGS ?=
+
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 LDFLAGS := -s -w -X main.version=$(VERSION)
 # -trimpath and no VCS stamp: the same sources give the same bytes anywhere.
@@ -30,6 +33,7 @@ help: ## Show these targets.
 	awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	echo
 	echo "  ARGS=...         arguments for demo (--json, --hold, --redirection=iptables), bench, lint (--fix)"
+	echo '  PKGS=...         the packages that test takes (./iptables/...); all unless given'
 	echo '  TESTFLAGS=...    flags for go test (-short, -run=NAME, -count=1)'
 	echo '  NODES=1          a smaller cluster for e2e; NODE_PROXY=ztunnel another node proxy'
 	echo '  VERSION=...      the version stamped into the binaries; from git unless given'
@@ -39,11 +43,12 @@ require-go:
 	$(COMMON) require_go
 
 .PHONY: build
-build: require-go ## Build bin/ambientd, bin/ambient-cni and bin/devproxy, static.
+build: require-go ## Build bin/ambientd, bin/ambient-cni and bin/devproxy, static, and tell their sizes.
 	mkdir -p bin
 	$(GO_BUILD) -o bin/ambientd ./nodeagent
 	$(GO_BUILD) -o bin/ambient-cni ./cni-plugin
 	$(GO_BUILD) -o bin/devproxy ./tools/devproxy
+	$(COMMON) tell_sizes bin/ambientd bin/ambient-cni bin/devproxy
 
 # Images are for nodes, which may have another architecture than this machine.
 TARGET_ARCH ?= $(shell go env GOARCH)
@@ -84,10 +89,13 @@ require-test: require-go
 	$(COMMON) require_race
 
 .PHONY: test
-test: require-test ## Run all tests with the race detector (installs what they need, as root on Debian).
-	CGO_ENABLED=1 go test -race $(TESTFLAGS) ./...
+test: require-test ## Run all tests, or those of PKGS, with the race detector (installs what they need, as root on Debian).
+	$(COMMON) compile_tests $(or $(PKGS),./...)
+	CGO_ENABLED=1 go test -race $(TESTFLAGS) $(or $(PKGS),./...)
+ifeq ($(PKGS),)
 	CGO_ENABLED=1 go -C tools/image test -race $(TESTFLAGS) ./...
 	$(MAKE) test-scripts
+endif
 
 .PHONY: test-scripts
 test-scripts: require-go ## Run the tests of tools/download-*.sh, against a mirror of their own.

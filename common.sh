@@ -161,6 +161,24 @@ build_tools() {
 	printf '%s\n' "$dir"
 }
 
+# compile_tests PACKAGE...: compiles what the tests of the packages need, and says how far that
+# has come: on a fresh clone go test would say nothing for minutes. What cannot be compiled,
+# go test tells.
+compile_tests() {
+	say "compiling $* and all that they need, which takes minutes the first time"
+	CGO_ENABLED=1 go list -race -test -export -v "$@" 2>&1 >/dev/null |
+		awk 'NF && ++n % 100 == 0 { print "compiled: " n " packages"; fflush() }' >&2 || true
+	say "testing: each package is told when it and those before it are done"
+}
+
+# tell_sizes FILE...: says how large the files are.
+tell_sizes() {
+	local file
+	for file in "$@"; do
+		say "$file: $(stat -c %s "$file" | numfmt --to=si --round=nearest --format=%.1f --suffix=B)"
+	done
+}
+
 # api_test_packages prints the packages that have tests against an API server: those with
 # the build tag apitest.
 api_test_packages() {
