@@ -36,9 +36,9 @@ type subject struct {
 	uid      string
 	key      podnetns.Key
 	id       netnswatch.ID
-	watched  bool
-	due      time.Time // of the next regular audit
-	prompted time.Time // of an audit that a notification asks for; zero for none
+	watched  *podnetns.Netns // by id; nil while it is not watched
+	due      time.Time       // of the next regular audit
+	prompted time.Time       // of an audit that a notification asks for; zero for none
 	running  bool
 	failures int // in a row
 	budget   budget
@@ -175,7 +175,7 @@ func (s *schedule) finish(ctx context.Context, f finished) {
 	// Spread by a tenth either way, so that subjects that fell into step part again.
 	subject.due = time.Now().Add(pause*9/10 + rand.N(pause/5+1))
 	s.waiting.put(subject)
-	if subject.uid != hostUID && !subject.watched {
+	if subject.uid != hostUID {
 		s.watch(ctx, subject)
 	}
 }
@@ -243,7 +243,7 @@ func (s *schedule) follow(ctx context.Context, gone, enrolled []string) {
 			s.unwatch(known)
 			known.key = ns.Key()
 			moved = append(moved, known)
-		case !known.watched:
+		default:
 			moved = append(moved, known)
 		}
 	}
@@ -252,30 +252,34 @@ func (s *schedule) follow(ctx context.Context, gone, enrolled []string) {
 	}
 }
 
-// watch begins to watch a pod's netns.
+// watch begins to watch a pod's netns, or goes on through what is pinned of it now: another
+// ADD, as of a second interface, has closed what was.
 func (s *schedule) watch(ctx context.Context, pod *subject) {
 	if s.cfg.Watcher == nil {
 		return
 	}
 	ns, ok := s.cfg.Pins.Get(pod.uid)
-	if !ok || ns.Key() != pod.key {
-		return // another change is on its way
+	if !ok || ns.Key() != pod.key || ns == pod.watched {
+		return // another change is on its way, or there is nothing to do
 	}
 	id, err := s.cfg.Watcher.Watch(ctx, ns)
 	if err != nil {
 		// The pod is leaving, as a rule, and its netns closed; otherwise its regular audits
 		// are what notices.
+		s.unwatch(pod)
 		s.cfg.Logger.Debug("changes in a pod are noticed late, once an interval", "uid", pod.uid, "netns", ns.Key().String(), "err", err)
 		return
 	}
-	pod.id, pod.watched = id, true
+	pod.id, pod.watched = id, ns
 	s.byID[id] = pod
 }
 
+// unwatch ends watching, unless the number is another subject's already: the kernel gave it
+// to a new netns before the end of this one was told.
 func (s *schedule) unwatch(subject *subject) {
-	if subject.watched {
+	if subject.watched != nil && s.byID[subject.id] == subject {
 		s.cfg.Watcher.Unwatch(subject.id)
 		delete(s.byID, subject.id)
-		subject.watched = false
 	}
+	subject.watched = nil
 }

@@ -45,8 +45,9 @@ type world struct {
 	hostErr  error
 	hostGone bool // until it is repaired
 	running  int
-	most     int                      // running at once
-	numbers  map[netnswatch.ID]string // watched, by netns cookie
+	most     int                               // running at once
+	numbers  map[netnswatch.ID]string          // watched, by netns cookie
+	open     map[netnswatch.ID]*podnetns.Netns // the same as they were handed over
 	last     netnswatch.ID
 	counts   map[string]int
 }
@@ -77,7 +78,7 @@ func in(t *testing.T, pods []*podnetns.Netns, prepare func(w *world), test func(
 		w := &world{
 			t: t, changed: make(chan struct{}, 1), events: make(chan netnswatch.ID), log: &bytes.Buffer{},
 			netns: map[string]*podnetns.Netns{}, audits: map[string][]time.Time{}, findings: map[string]enroll.Finding{},
-			numbers: map[netnswatch.ID]string{}, counts: map[string]int{},
+			numbers: map[netnswatch.ID]string{}, open: map[netnswatch.ID]*podnetns.Netns{}, counts: map[string]int{},
 		}
 		for i, ns := range pods {
 			w.netns[fmt.Sprint("uid-", i)] = ns
@@ -212,7 +213,14 @@ func (w *world) Watch(_ context.Context, watched netnswatch.Netns) (netnswatch.I
 	defer w.mu.Unlock()
 	for _, ns := range w.netns {
 		if ns.File() == watched.File() {
+			for number, cookie := range w.numbers {
+				if cookie == ns.Key().String() {
+					w.open[number] = ns
+					return number, nil
+				}
+			}
 			w.last++
+			w.open[w.last] = ns
 			w.numbers[w.last] = ns.Key().String()
 			return w.last, nil
 		}
@@ -227,6 +235,7 @@ func (w *world) Unwatch(id netnswatch.ID) {
 		w.t.Errorf("%d was unwatched, and not watched", id)
 	}
 	delete(w.numbers, id)
+	delete(w.open, id)
 }
 
 func (w *world) Events() <-chan netnswatch.ID { return w.events }
