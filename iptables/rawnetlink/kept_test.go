@@ -206,6 +206,37 @@ func TestForgedAnswers(t *testing.T) {
 	askLoopback(t, opened[0])
 }
 
+// TestKeptLeaveRoom has more namespaces than the process may have files open.
+func TestKeptLeaveRoom(t *testing.T) {
+	netnstest.Require(t)
+	var before unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &before); err != nil {
+		t.Fatal(err)
+	}
+	few := before
+	few.Cur = 256
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &few); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { closed(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &before)) }()
+	s, ns := rawnetlink.New(), netnstest.New(t)
+	keepers := make([]keeper, 300)
+	for i := range keepers {
+		k := &keepers[i]
+		k.Runner = ns.Runner()
+		defer func() { closed(t, k.kept.Close()) }()
+		opened, err := s.Open(k, unix.NETLINK_ROUTE, unix.NETLINK_NETFILTER)
+		if err != nil {
+			t.Fatalf("namespace %d: %v", i, err)
+		}
+		askLoopback(t, opened[0])
+		closed(t, s.CloseNow(opened...))
+	}
+	if n := descriptors(t); n < 100 || n > 150 {
+		t.Errorf("%d descriptors are open, want about half of %d", n, few.Cur)
+	}
+}
+
 func TestKeptByMany(t *testing.T) {
 	netnstest.Require(t)
 	s, run := rawnetlink.New(), netnstest.New(t).Runner()

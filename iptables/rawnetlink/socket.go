@@ -12,6 +12,7 @@ package rawnetlink
 import (
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"sync"
 
@@ -35,6 +36,7 @@ const maxClosing = 16
 type Sockets struct {
 	buffers sync.Pool     // of *[]byte
 	closing chan struct{} // one element for each Close that is at work in the background
+	ceiling int           // no socket whose descriptor is as high is kept
 }
 
 // New returns a ready Sockets.
@@ -45,7 +47,18 @@ func New() *Sockets {
 			return &b
 		}},
 		closing: make(chan struct{}, maxClosing),
+		ceiling: ceiling(),
 	}
+}
+
+// ceiling is half of what the process may have open: what is kept for speed must not be what a pod that starts lacks. The
+// kernel gives the lowest descriptor that is free, so one above that says that there are as many already.
+func ceiling() int {
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		return 0
+	}
+	return int(min(limit.Cur, math.MaxInt32) / 2)
 }
 
 // Netns is a network namespace in which sockets are opened.
@@ -170,7 +183,7 @@ func (s *Sockets) giveBack(sockets []*Socket) []*Socket {
 		s.buffers.Put(socket.buffer)
 		socket.buffer = nil
 		keeper, keeps := socket.ns.(Keeper)
-		if !keeps || socket.unsound || !keeper.Kept().put(socket) {
+		if !keeps || socket.unsound || socket.fd >= s.ceiling || !keeper.Kept().put(socket) {
 			left = append(left, socket)
 		}
 	}
