@@ -19,6 +19,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/yaml"
 
+	"ambientd/iptables/redirection"
 	"ambientd/nodeagent/workload"
 )
 
@@ -91,6 +92,15 @@ func (c *cluster) testRemoval(t *testing.T) {
 	})
 	for _, pod := range all {
 		c.checkUnmeshed(t, pod)
+	}
+	for _, n := range c.nodes {
+		parts, err := redirected(t.Context(), n.root+"/proc/1/ns/net")
+		must(t, err)
+		for _, part := range parts {
+			if strings.Contains(part, redirection.NFTablesTable) { // as the node's own table begins, too
+				t.Errorf("%s itself still has %q", n.name, part)
+			}
+		}
 	}
 }
 
