@@ -50,7 +50,7 @@ func TestSenderIsTheKernel(t *testing.T) {
 	if m, rest, err := Next(answer); err != nil || m.Sequence != 7 || len(rest) != 0 {
 		t.Errorf("the answer has number %d and %d bytes more, %v; want the kernel's", m.Sequence, len(rest), err)
 	}
-	if _, err := readKernel(ours, buffer[:1]); err != unix.EAGAIN { //nolint:errorlint // system calls return a bare errno
+	if _, err := ReadKernel(ours, buffer[:1]); err != unix.EAGAIN { //nolint:errorlint // system calls return a bare errno
 		t.Errorf("something is left: %v", err)
 	}
 }

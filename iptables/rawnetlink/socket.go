@@ -354,7 +354,7 @@ func (s *Socket) receive(room int) ([]byte, error) {
 		*s.buffer = bigger
 	}
 	free := (*s.buffer)[used : used+room]
-	n, err := ignoringEINTR(func() (int, error) { return readKernel(s.fd, free) })
+	n, err := ignoringEINTR(func() (int, error) { return ReadKernel(s.fd, free) })
 	if err != nil {
 		return nil, fmt.Errorf("reading the kernel's answer: %w", err)
 	}
@@ -363,9 +363,9 @@ func (s *Socket) receive(room int) ([]byte, error) {
 	return (*s.buffer)[used : used+n], nil
 }
 
-// readKernel reads the next datagram of the kernel's. Others may be there from the moment between the socket's getting an
-// address and being connected, which is all that somebody needs who sends to that address without a pause.
-func readKernel(fd int, to []byte) (int, error) {
+// ReadKernel reads the next datagram of the kernel's from a netlink socket. Others may be there, also where it is connected:
+// from the moment before, after it got its address, which is all that somebody needs who sends there without a pause.
+func ReadKernel(fd int, to []byte) (int, error) {
 	for {
 		n, from, err := unix.Recvfrom(fd, to, 0)
 		if sender, is := from.(*unix.SockaddrNetlink); err != nil || is && sender.Pid == 0 {

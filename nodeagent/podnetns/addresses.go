@@ -88,6 +88,10 @@ func (v *surveyed) enter() {
 		return
 	}
 	v.socket = fd
+	// Connected to the kernel: who is inside might send without an end otherwise.
+	if err := unix.Connect(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
+		v.err = fmt.Errorf("connecting a socket in the netns to the kernel: %w", err)
+	}
 }
 
 // ask reads what the socket tells, and closes it, and the file too if it is no netns
@@ -145,7 +149,7 @@ func dumpAddresses(fd int, buf []byte) ([]netip.Addr, error) {
 	}
 	held := make([]netip.Addr, 0, usualAddresses)
 	for changed := false; ; {
-		size, err := retrying(func() (int, error) { return unix.Read(fd, buf) })
+		size, err := retrying(func() (int, error) { return rawnetlink.ReadKernel(fd, buf) })
 		if err != nil {
 			return nil, err
 		}
