@@ -48,19 +48,28 @@ func (e *Enroller) Run(ctx context.Context) error {
 	}
 }
 
-// listing is the inventory at one time, by pod UID.
+// listing is the inventory at one time.
 type listing struct {
-	pods     map[string]workload.Pod
-	complete bool // what is missing is gone
+	pods     []workload.Pod
+	byUID    map[string]int // where in pods
+	complete bool           // what is missing is gone
 }
 
 func (e *Enroller) list() listing {
 	pods, complete := e.cfg.Inventory.List()
-	l := listing{pods: make(map[string]workload.Pod, len(pods)), complete: complete}
-	for _, pod := range pods {
-		l.pods[pod.UID] = pod
+	l := listing{pods: pods, byUID: make(map[string]int, len(pods)), complete: complete}
+	for i := range pods {
+		l.byUID[pods[i].UID] = i
 	}
 	return l
+}
+
+func (l listing) pod(uid string) (workload.Pod, bool) {
+	i, ok := l.byUID[uid]
+	if !ok {
+		return workload.Pod{}, false
+	}
+	return l.pods[i], true
 }
 
 // plan is what separates the inventory from what is enrolled.
@@ -77,7 +86,8 @@ func (e *Enroller) plan(l listing) plan {
 	p := plan{withdraw: map[string]string{}}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	for _, pod := range l.pods {
+	for _, i := range l.byUID {
+		pod := l.pods[i]
 		current, known := e.pods[pod.UID]
 		decision := e.cfg.Policy.Decide(pod)
 		switch {
@@ -98,17 +108,17 @@ func (e *Enroller) plan(l listing) plan {
 		return p
 	}
 	for uid, current := range e.pods {
-		if _, ok := l.pods[uid]; !ok && current.done {
+		if _, ok := l.pod(uid); !ok && current.done {
 			p.withdraw[uid] = "its object is gone"
 		}
 	}
 	for uid := range e.withheld {
-		if _, ok := l.pods[uid]; !ok {
+		if _, ok := l.pod(uid); !ok {
 			delete(e.withheld, uid)
 		}
 	}
 	for uid := range e.ended {
-		if _, ok := l.pods[uid]; !ok {
+		if _, ok := l.pod(uid); !ok {
 			delete(e.ended, uid)
 		}
 	}
@@ -291,8 +301,12 @@ func (e *Enroller) leave(ctx context.Context, uid, reason string) error {
 }
 
 // changedOptions tells whether the pod's object asks for other rules than are in
-// place. The caller holds Enroller.mu.
+// place. It is asked of all pods whenever one changes, and comparing what options lead to
+// is dear. The caller holds Enroller.mu.
 func (e *Enroller) changedOptions(p *enrolment, pod workload.Pod) bool {
+	if workload.SameOptions(p.pod, pod) {
+		return false
+	}
 	options, malformed := e.options(pod, p.place)
 	return options.Key() != p.options.Key() || !slices.Equal(malformed, p.malformed)
 }

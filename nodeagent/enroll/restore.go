@@ -60,12 +60,12 @@ func (e *Enroller) restoreFound(ctx context.Context, listed listing, recorded ma
 	found, missing := e.cfg.Finder.Find(ctx, wanted)
 	work := newWork()
 	for uid, err := range missing {
-		if _, known := listed.pods[uid]; known || !listed.complete { // or else it has ended meanwhile
+		if _, known := listed.pod(uid); known || !listed.complete { // or else it has ended meanwhile
 			work.note(uid, err)
 		}
 	}
 	for uid, ns := range found {
-		pod, known := listed.pods[uid]
+		pod, known := listed.pod(uid)
 		asRecorded, hasPod := recordedPod(recorded[uid])
 		switch {
 		case known && e.cfg.Policy.Decide(pod).InMesh:
@@ -136,7 +136,7 @@ func (e *Enroller) forgetGone(listed listing) {
 	e.mu.Lock()
 	var gone []string
 	for uid := range e.places {
-		_, isListed := listed.pods[uid]
+		_, isListed := listed.pod(uid)
 		_, isEnrolled := e.pods[uid]
 		if !isListed && !isEnrolled {
 			gone = append(gone, uid)

@@ -51,6 +51,23 @@ func IsOption(annotation string) bool {
 	return false
 }
 
+// SameOptions tells whether the pods say the same in the annotations above: then their
+// options are the same too, where the defaults are.
+func SameOptions(a, b Pod) bool {
+	says := func(p, q Pod) bool {
+		for annotation, value := range p.Annotations {
+			if !IsOption(annotation) {
+				continue
+			}
+			if other, ok := q.Annotations[annotation]; !ok || other != value {
+				return false
+			}
+		}
+		return true
+	}
+	return says(a, b) && says(b, a)
+}
+
 // AllowableOptions returns the names, without ambientd.io/, of the annotations that need
 // an operator's leave.
 func AllowableOptions() []string {

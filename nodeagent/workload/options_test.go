@@ -241,3 +241,30 @@ func TestIsNeeded(t *testing.T) {
 		t.Errorf("decided %+v, want %+v", got, want)
 	}
 }
+
+func TestSameOptions(t *testing.T) {
+	pod := func(annotations ...string) workload.Pod {
+		p := workload.Pod{Annotations: map[string]string{}}
+		for i := 0; i < len(annotations); i += 2 {
+			p.Annotations[annotations[i]] = annotations[i+1]
+		}
+		return p
+	}
+	for name, c := range map[string]struct {
+		a, b workload.Pod
+		same bool
+	}{
+		"none":              {a: workload.Pod{}, b: pod(), same: true},
+		"the same":          {a: pod(workload.AnnotationDNSCapture, "false"), b: pod(workload.AnnotationDNSCapture, "false"), same: true},
+		"what is no option": {a: pod(workload.AnnotationRedirection, "enabled"), b: pod("other", "x"), same: true},
+		"another value":     {a: pod(workload.AnnotationDNSCapture, "false"), b: pod(workload.AnnotationDNSCapture, "true")},
+		"one more":          {a: pod(), b: pod(workload.AnnotationExcludeInboundPorts, "")},
+		"another one":       {a: pod(workload.AnnotationExcludeInboundPorts, "80"), b: pod(workload.AnnotationExcludeOutboundPorts, "80")},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if workload.SameOptions(c.a, c.b) != c.same || workload.SameOptions(c.b, c.a) != c.same {
+				t.Errorf("got %v, want %v, both ways", !c.same, c.same)
+			}
+		})
+	}
+}
