@@ -11,6 +11,7 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
+	"runtime/debug"
 	"strings"
 	"syscall"
 
@@ -35,6 +36,11 @@ The configuration file is YAML. Its keys are the flags in camelCase; lists are Y
   excludeNamespaces: [kube-system, storage]
 `
 
+// heapGrowth is by how many percent the heap may grow before garbage is collected, half of Go's
+// usual 100. With 400 pods known and 120 enrolled that is 2 to 3 MB of 34 on every node, for
+// a tenth of a CPU time that is small. GOGC overrides it.
+const heapGrowth = 50
+
 // runAgent is the command run.
 func runAgent(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	cfg, err := configure(args, stdout)
@@ -50,6 +56,9 @@ func runAgent(ctx context.Context, args []string, stdout, stderr io.Writer) erro
 	// Whoever reads the log may go before the agent does. A write to a pipe that is closed then fails;
 	// without this it would end the process (package os/signal, "SIGPIPE").
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
+	if os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(heapGrowth)
+	}
 	cfg.Version = buildVersion()
 	cfg.Logger = newLogger(cfg, stderr)
 	return agent.Run(ctx, cfg)
