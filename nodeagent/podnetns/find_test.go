@@ -579,8 +579,8 @@ func TestFindProcessEndsMeanwhile(t *testing.T) {
 	slices.SortFunc(pids, func(a, b string) int { return slices.Index(names, a) - slices.Index(names, b) })
 	looks := 0
 	ctx := hooked{t.Context(), func() {
-		// Once for the records, some times for the list, then for every 64th process: by the
-		// fifth time the pass has not met the pod's, though those who look ahead may have.
+		// Once for the records, then for every 256th process: by the fifth time the pass has
+		// met the pod's, and has not come to its end.
 		if looks++; looks == 5 {
 			n.must(os.Remove(filepath.Join(n.proc, pids[0], "ns", "net")))
 		}

@@ -10,9 +10,19 @@ import (
 	"slices"
 
 	"golang.org/x/sys/unix"
+
+	"ambientd/nodeagent/podnetns/cgroup"
 )
 
 const (
+	// maxProcesses bounds a pass. The kernel allows 4 million, of which a node that
+	// works has few.
+	maxProcesses = 1 << 18
+
+	// maxCgroup bounds a /proc/PID/cgroup, in bytes: 14 hierarchies of version 1 with
+	// paths of 1 KiB. A longer one is not a pod's.
+	maxCgroup = 16 << 10
+
 	// checkContextEvery is how many processes may be looked at before the context is
 	// looked at again, some 2 ms.
 	checkContextEvery = 256
@@ -22,6 +32,10 @@ const (
 	// two whose netns and sockets are open.
 	judgedAtOnce = 8
 )
+
+// nsID is what a namespace shows in its file's stat. A number is given again when
+// the namespace is gone.
+type nsID struct{ dev, ino uint64 }
 
 // group is the processes that share a netns.
 type group struct {
@@ -33,6 +47,19 @@ type group struct {
 	judged    []string // UIDs of the pods that it was judged for
 	claimed   bool     // one of them has a claim to the netns
 	contested bool     // another wanted pod's addresses are in it too
+}
+
+// processes is a pass over a proc file system.
+type processes struct {
+	root   string
+	dir    int // descriptor of root
+	host   nsID
+	groups map[nsID]*group
+	order  []*group // as they were met
+
+	seen   int // processes in the pass
+	hidden int // of them, those that the agent has no permission to look at
+	buf    []byte
 }
 
 // candidate is a process of a wanted pod, whose netns may be the pod's.
@@ -52,7 +79,7 @@ type candidate struct {
 //
 // While the pass goes on, a second goroutine judges what it has come upon: looking into
 // a netns costs several times what looking at a process does, so that with two CPUs many
-// pods take hardly longer than one. A third looks ahead which netns processes are in.
+// pods take hardly longer than one.
 func (s *search) fromProcesses(ctx context.Context) error {
 	procs, err := openProcesses(s.procRoot, s.host)
 	if err != nil {
@@ -206,4 +233,108 @@ func (s *search) examineRest(ctx context.Context, g *group) error {
 	}
 	g.rest = nil
 	return nil
+}
+
+func openProcesses(root string, host *Host) (*processes, error) {
+	id, err := idOf(host.file)
+	if err != nil {
+		return nil, fmt.Errorf("looking at the host's netns: %w", err)
+	}
+	dir, err := openat(unix.AT_FDCWD, root, unix.O_RDONLY|unix.O_DIRECTORY)
+	if err != nil {
+		return nil, fmt.Errorf("opening %s: %w", root, err)
+	}
+	return &processes{root: root, dir: dir, host: id, groups: map[nsID]*group{}, buf: make([]byte, maxCgroup)}, nil
+}
+
+func (p *processes) close() {
+	_ = unix.Close(p.dir) // nothing was written
+}
+
+// pass looks once at the netns of every process outside of the host's. It calls first for
+// the first one in each netns and keeps the others.
+func (p *processes) pass(ctx context.Context, first func(*group, string)) error {
+	entries := make([]byte, 32<<10)
+	var names []string
+	for {
+		n, err := retrying(func() (int, error) { return unix.ReadDirent(p.dir, entries) })
+		if err != nil {
+			return fmt.Errorf("listing %s: %w", p.root, err)
+		}
+		if n == 0 {
+			return nil
+		}
+		_, _, names = unix.ParseDirent(entries[:n], -1, names[:0])
+		for _, pid := range names {
+			if pid[0] < '1' || pid[0] > '9' {
+				continue
+			}
+			if p.seen%checkContextEvery == 0 && ctx.Err() != nil {
+				return context.Cause(ctx)
+			}
+			if p.seen++; p.seen > maxProcesses {
+				return fmt.Errorf("%s has more than %d processes", p.root, maxProcesses)
+			}
+			g, isNew := p.groupOf(pid)
+			switch {
+			case isNew:
+				first(g, pid)
+			case g != nil:
+				g.rest = append(g.rest, pid)
+			}
+		}
+	}
+}
+
+// groupOf returns the group of the process' netns, and whether it is the first one there;
+// nil for a process in the host's netns and for one that cannot be looked at.
+func (p *processes) groupOf(pid string) (g *group, isNew bool) {
+	var st unix.Stat_t
+	if err := unix.Fstatat(p.dir, pid+"/ns/net", &st, 0); err != nil {
+		p.skip(err)
+		return nil, false
+	}
+	id := nsID{dev: st.Dev, ino: st.Ino}
+	if id == p.host {
+		return nil, false
+	}
+	g = p.groups[id]
+	if g != nil {
+		return g, false
+	}
+	g = &group{id: id}
+	p.groups[id] = g
+	p.order = append(p.order, g)
+	return g, true
+}
+
+// podOf returns the UID of the pod that the process belongs to, or "".
+func (p *processes) podOf(dir int) (string, error) {
+	fd, err := openat(dir, "cgroup", unix.O_RDONLY)
+	if err != nil {
+		return "", err
+	}
+	// One read has all of it: the kernel writes the text when it is asked for.
+	n, err := retrying(func() (int, error) { return unix.Read(fd, p.buf) })
+	if err := errors.Join(err, unix.Close(fd)); err != nil {
+		return "", err
+	}
+	if n == len(p.buf) {
+		return "", nil
+	}
+	uid, _ := cgroup.PodUID(p.buf[:n])
+	return uid, nil
+}
+
+// skip counts a process that cannot be looked at. One that has ended meanwhile is none.
+func (p *processes) skip(err error) {
+	if errors.Is(err, unix.EACCES) || errors.Is(err, unix.EPERM) {
+		p.hidden++
+	}
+}
+
+func idOf(f *os.File) (nsID, error) {
+	var st unix.Stat_t
+	err := control(f, func(fd int) error { return unix.Fstat(fd, &st) })
+	return nsID{dev: st.Dev, ino: st.Ino}, err
 }
