@@ -6,7 +6,10 @@ import (
 	"testing"
 	"time"
 
+	"ambientd/cni-plugin/podevent"
+	"ambientd/iptables/backend"
 	"ambientd/iptables/netnswatch"
+	"ambientd/nodeagent/agent"
 	"ambientd/nodeagent/audit"
 	"ambientd/nodeagent/podnetns"
 )
@@ -85,4 +88,30 @@ func TestNumberIsGivenAgain(t *testing.T) {
 			t.Error("a notification of the netns that has the number now prompts nothing")
 		}
 	})
+}
+
+// TestFaultAfterASecondInterface is the whole agent on a real kernel.
+func TestFaultAfterASecondInterface(t *testing.T) {
+	n := startNode(t, func(cfg *agent.Config) { cfg.Redirection, cfg.AuditInterval = backend.NFTables, time.Hour })
+	p := n.add()
+	n.arm(p.ns, func() time.Time { return n.podStatus(p).Audit.LastAudit })
+	reply, err := podevent.Call(t.Context(), n.cfg.CNISocketPath(), podevent.Request{
+		Command: podevent.CommandAdd, Network: "second", ContainerID: "sandbox-of-" + p.name, IfName: "net1",
+		Pod: podevent.Pod{Namespace: "shop", Name: p.name, UID: p.uid}, NetnsPath: p.path,
+	}, p.ns.File())
+	must(t, err)
+	if reply.Result != podevent.ResultEnrolled {
+		t.Fatalf("ADD: %+v", reply)
+	}
+	for i := range 3 { // the first may be met by an audit that the ADD itself has prompted
+		run(t, p.ns, "nft", "flush", "ruleset")
+		for deadline := time.Now().Add(patience); n.podStatus(p).Audit.Repairs <= i; {
+			next := n.logs.next()
+			select {
+			case <-next:
+			case <-time.After(time.Until(deadline)):
+				t.Fatalf("flush %d was not repaired", i)
+			}
+		}
+	}
 }
