@@ -10,6 +10,7 @@ import (
 	"os"
 
 	"golang.org/x/sys/unix"
+	"golang.org/x/time/rate"
 
 	"ambientd/iptables/rawnetlink"
 	"ambientd/iptables/redirection"
@@ -18,6 +19,14 @@ import (
 // receiveBuffer bounds what the kernel keeps for one socket, in bytes. A notification takes about 1 KiB there, so this is
 // for some thousand changes that nobody has read of yet.
 const receiveBuffer = 4 << 20
+
+// readRate bounds how many notifications are read each second, and readBurst those at once. A pod that may change its network
+// can make a million in a few seconds, or send as many forged ones: those that are too many are lost, and stand for a change
+// anywhere ([All]).
+const (
+	readRate  = rate.Limit(5000)
+	readBurst = 2000
+)
 
 // subscribe opens a socket in the thread's namespace that gets rtnetlink's notifications of the groups from every namespace
 // with a number here, as far as the filter lets them pass.
@@ -63,7 +72,8 @@ func (w *Watcher) receive(ctx context.Context) error {
 	// The messages have passed the filter, and nothing more is taken from them.
 	var message [1]byte
 	control := make([]byte, unix.CmsgSpace(4))
-	for {
+	pace := rate.NewLimiter(readRate, readBurst)
+	for pace.Wait(ctx) == nil { // it fails when ctx ends
 		var length int
 		var readErr error
 		err := conn.Read(func(fd uintptr) bool {
@@ -84,6 +94,7 @@ func (w *Watcher) receive(ctx context.Context) error {
 			w.changed(sender(control[:length]))
 		}
 	}
+	return nil
 }
 
 // sender returns whose notification it is, from the control message that comes with one from another namespace.

@@ -20,21 +20,16 @@ func (b *Backend) MayHoldOthers(ctx context.Context, ns redirection.Netns) (some
 	if err := ctx.Err(); err != nil {
 		return false, err
 	}
-	alsoLook := redirection.Runner(func(fn func() error) error {
-		return ns.Do(func() (err error) {
-			if some, err = xtables.TablesHere(); err != nil {
-				return err
-			}
-			return fn()
-		})
-	})
-	err = b.packetRules(alsoLook, func(socket *rawnetlink.Socket) error {
-		if some {
-			return nil
-		}
-		some, err = holdsOtherTables(ctx, socket)
+	err = ns.Do(func() (err error) {
+		some, err = xtables.TablesHere()
 		return err
 	})
+	if err == nil && !some {
+		err = b.packetRules(ns, func(socket *rawnetlink.Socket) (err error) {
+			some, err = holdsOtherTables(ctx, socket)
+			return err
+		})
+	}
 	if err != nil {
 		return false, fmt.Errorf("looking for others' tables (nftables): %w", err)
 	}

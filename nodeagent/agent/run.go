@@ -206,8 +206,9 @@ func (p *parts) run(ctx context.Context) error {
 	}
 	group.Go(func() error {
 		changing.Wait()
-		defer stop()
-		return p.leaveHost(behind)
+		p.leaveHost(behind)
+		stop()
+		return nil
 	})
 	rest := []func(context.Context) error{p.fetcher.Run, p.proxies.Run, p.sds.run, p.forPlugin.Run, p.awaitReady}
 	if p.watcher != nil {
@@ -230,10 +231,12 @@ const leaveTimeout = 3 * time.Second
 
 // leaveHost takes the rule for probes away where no pod is in the mesh: this may be the
 // last agent of the node.
-func (p *parts) leaveHost(ctx context.Context) error {
+func (p *parts) leaveHost(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, leaveTimeout)
 	defer cancel()
-	return p.probes.Rest(ctx)
+	if err := p.probes.Rest(ctx); err != nil {
+		p.cfg.Logger.Warn("the host's rule for probes stays, though no pod needs it", "err", err)
+	}
 }
 
 // awaitReady says once that the agent is ready: sockets listen and earlier pods have been

@@ -60,6 +60,7 @@ type Set struct {
 	turn chan struct{} // holds one value while an operation is at work; guards all below
 
 	up      bool                    // the rule is meant to be there
+	resting bool                    // it is meant not to be there until the next pod
 	waiting bool                    // what is added is not in the kernel yet, see Together
 	noted   []redirection.HostEntry // what that is
 	settled bool                    // every enrolled pod has been added once
@@ -222,12 +223,16 @@ func (s *Set) Verify(ctx context.Context) ([]redirection.Difference, error) {
 
 // Repair makes the kernel's rule and sets what they should be. As long as pods may be
 // missing here (see [Set.Settle]) it takes no entry out. It is also how a Set starts.
+// After [Set.Rest] there is nothing to repair, whatever Verify has found before.
 func (s *Set) Repair(ctx context.Context) error {
 	release, err := s.take(ctx)
 	if err != nil {
 		return err
 	}
 	defer release()
+	if s.resting {
+		return nil
+	}
 	return s.repair(ctx)
 }
 
@@ -257,6 +262,7 @@ func (s *Set) Rest(ctx context.Context) error {
 	if !s.settled || !s.up || len(s.pods) > 0 {
 		return nil
 	}
+	s.resting = true
 	return s.remove(ctx)
 }
 
@@ -330,7 +336,7 @@ func (s *Set) ensure(ctx context.Context) error {
 	if err := s.cfg.Kernel.EnsureHost(ctx, s.cfg.Run, s.cfg.Options); err != nil {
 		return err
 	}
-	s.up = true
+	s.up, s.resting = true, false
 	return nil
 }
 

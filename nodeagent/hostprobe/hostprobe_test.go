@@ -324,7 +324,9 @@ func TestRest(t *testing.T) {
 		r.holds()
 		r.must(r.Rest(t.Context()))
 		r.gone()
-		r.differs() // and that is as it should be
+		r.differs()                   // and that is as it should be
+		r.must(r.Repair(t.Context())) // of what was found before
+		r.gone()
 		r.must(r.Rest(t.Context()))
 		r.gone()
 		r.add("p2", "10.0.0.2")

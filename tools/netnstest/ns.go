@@ -92,7 +92,7 @@ func (ns *NS) run(fn func() error) (err error) {
 		return fmt.Errorf("opening the thread's netns: %w", err)
 	}
 	defer func() {
-		if backErr := unix.Setns(int(back.Fd()), unix.CLONE_NEWNET); backErr != nil {
+		if backErr := setns(back); backErr != nil {
 			// Still locked: the thread ends with the goroutine and is not reused.
 			err = errors.Join(err, fmt.Errorf("returning to the thread's netns: %w", backErr))
 		} else {
@@ -100,10 +100,22 @@ func (ns *NS) run(fn func() error) (err error) {
 		}
 		err = errors.Join(err, back.Close())
 	}()
-	if err := unix.Setns(int(ns.file.Fd()), unix.CLONE_NEWNET); err != nil {
+	if err := setns(ns.file); err != nil {
 		return fmt.Errorf("entering the netns: %w", err)
 	}
 	return fn()
+}
+
+// setns moves the calling thread. A test's end may close the file meanwhile, while what
+// it tested still looks into the netns.
+func setns(file *os.File) error {
+	conn, err := file.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var setnsErr error
+	err = conn.Control(func(fd uintptr) { setnsErr = unix.Setns(int(fd), unix.CLONE_NEWNET) })
+	return errors.Join(err, setnsErr)
 }
 
 // runElsewhere is run for a goroutine that holds the main thread: that one never
