@@ -84,6 +84,8 @@ type Config struct {
 
 	Version string       // of this build, for status
 	Logger  *slog.Logger // required by Run
+
+	OnReady func() // called once, when the agent is ready; nil for nothing
 }
 
 // Default returns the settings of an agent whose operator sets none. Required

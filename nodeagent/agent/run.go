@@ -259,6 +259,9 @@ func (p *parts) awaitReady(ctx context.Context) error {
 		}
 	}
 	p.ready.set()
+	if p.cfg.OnReady != nil {
+		p.cfg.OnReady()
+	}
 	p.cfg.Logger.Info("ready", "node", p.cfg.NodeName, "version", p.cfg.Version, "trust_domain", p.cfg.TrustDomain,
 		"redirection", p.backend.Name, "reason", p.backend.Reason, "cni_socket", p.cfg.CNISocketPath(), "http_addr", p.httpAddr())
 	return nil

@@ -9,9 +9,8 @@ import (
 	"log/slog"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
-
-	"golang.org/x/sync/errgroup"
 
 	"ambientd/iptables/netnswatch"
 	"ambientd/iptables/redirection"
@@ -123,17 +122,20 @@ func (a *Auditor) Pods(ctx context.Context, uids []string) []enroll.Finding {
 		uids = a.cfg.Pods.Enrolled()
 	}
 	findings := make([]*enroll.Finding, len(uids))
-	var work errgroup.Group
-	work.SetLimit(atOnce)
-	for i, uid := range uids {
-		work.Go(func() error {
-			if f, ok := a.auditPod(ctx, uid); ok {
-				findings[i] = &f
+	// One goroutine for each pod would be more work for Go's scheduler than a healthy pod is for us, and
+	// most of them would run on one processor.
+	var next atomic.Int64
+	var work sync.WaitGroup
+	for range min(atOnce, len(uids)) {
+		work.Go(func() {
+			for i := next.Add(1) - 1; i < int64(len(uids)); i = next.Add(1) - 1 {
+				if f, ok := a.auditPod(ctx, uids[i]); ok {
+					findings[i] = &f
+				}
 			}
-			return nil
 		})
 	}
-	_ = work.Wait() // what went wrong is in the findings
+	work.Wait()
 	// Of those that went while they were audited nobody else would take the result away.
 	enrolled := a.cfg.Pods.Enrolled()
 	slices.Sort(enrolled)
