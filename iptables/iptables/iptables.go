@@ -57,7 +57,8 @@ func (b *Backend) Variant() Variant { return b.config.Variant }
 // each, with the guardrail up meanwhile if the configuration says so. What captures
 // (nat) comes after what it relies on. On an error policy rules and routes are put back, but
 // tables that were written stay, and so does a guardrail: a pod that was in the
-// mesh keeps failing closed, and whoever enrols a new one calls Remove.
+// mesh keeps failing closed, and whoever enrols a new one calls Remove. The same goes
+// for rules that are written while loopback is down ([policyroute.ErrLoopbackDown]).
 func (b *Backend) Apply(ctx context.Context, ns redirection.Netns, opts redirection.Options) (families redirection.Families, err error) {
 	if err := opts.Validate(); err != nil {
 		return 0, fmt.Errorf("redirection options: %w", err)
@@ -66,6 +67,10 @@ func (b *Backend) Apply(ctx context.Context, ns redirection.Netns, opts redirect
 		families = state.Families(opts.Allowed())
 		before := enrolled(state, families)
 		undo, err := conn.Apply(ctx, state, families)
+		if errors.Is(err, policyroute.ErrLoopbackDown) {
+			// Without rules the pod would talk past the proxy, with them it reaches nobody.
+			return errors.Join(err, b.applyRules(ctx, ns.Do, opts, families, before))
+		}
 		if err != nil {
 			return err
 		}

@@ -9,12 +9,15 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"ambientd/iptables/policyroute"
 	"ambientd/iptables/redirection"
 )
 
 // Apply makes redirection in the namespace exactly what the options call for, whatever was there of ours
 // before, and returns the families that it covers: those allowed that the namespace has. Applying again changes nothing
-// for packets. On an error the packet rules are as they were, and what was added of policy rule and route is taken back.
+// for packets. On an error the packet rules are as they were, and what was added of policy rule and route is taken back. The
+// one exception is [policyroute.ErrLoopbackDown]: the packet rules are in place then, so that nothing leaves the pod past
+// the proxy, and whoever enrols a new pod calls Remove.
 func (b *Backend) Apply(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, error) {
 	if err := opts.Validate(); err != nil {
 		return 0, fmt.Errorf("redirection options: %w", err)
@@ -40,6 +43,9 @@ func (b *Backend) Apply(ctx context.Context, ns redirection.Netns, opts redirect
 // begin applies to a namespace of which nothing is known, where most likely nothing is.
 func (b *Backend) begin(ctx context.Context, c *conn, opts redirection.Options) (redirection.Families, error) {
 	state, undo, err := c.route.Begin(ctx, opts.Allowed())
+	if errors.Is(err, policyroute.ErrLoopbackDown) {
+		return 0, errors.Join(err, b.shut(c, opts, sighting{}))
+	}
 	if err != nil {
 		return 0, err
 	}
@@ -74,6 +80,9 @@ func (b *Backend) change(ctx context.Context, c *conn, opts redirection.Options,
 		return 0, err
 	}
 	undo, err := c.route.Apply(ctx, state, families)
+	if errors.Is(err, policyroute.ErrLoopbackDown) {
+		return 0, errors.Join(err, b.shut(c, opts, known))
+	}
 	if err != nil {
 		return 0, err
 	}
@@ -83,6 +92,25 @@ func (b *Backend) change(ctx context.Context, c *conn, opts redirection.Options,
 	}
 	b.note(c, after)
 	return families, nil
+}
+
+// shut makes the packet rules right where policy routing cannot be, since lo is down: they lead to the proxy, which cannot be
+// reached then, and without them the pod would talk past it.
+func (b *Backend) shut(c *conn, opts redirection.Options, known sighting) error {
+	state, err := c.route.Read()
+	if err != nil {
+		return err
+	}
+	set, err := b.rules.get(opts, state.Families(opts.Allowed()))
+	if err != nil {
+		return err
+	}
+	after, err := b.install(c, set, known)
+	if err != nil {
+		return err
+	}
+	b.note(c, after)
+	return nil
 }
 
 // install makes the namespace hold the rule set, and returns what it held then. Where it is known what it holds, that is

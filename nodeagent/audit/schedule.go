@@ -146,8 +146,10 @@ func (s *schedule) audit(ctx context.Context, subject *subject) {
 			_, err := s.auditHost(ctx)
 			f.failed = err != nil
 		} else {
+			// A pod that could not be looked at is ending, as a rule; if it does not go, what is
+			// wrong with it is told soon.
 			found, ok := s.auditPod(ctx, uid)
-			f.failed = ok && found.Err != nil
+			f.failed = !ok || found.Err != nil
 		}
 		select {
 		case s.done <- f:

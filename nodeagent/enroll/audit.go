@@ -103,7 +103,7 @@ func (e *Enroller) Audit(ctx context.Context, uid string) (f Finding, ok bool) {
 // endingTime is how long a pod whose loopback device has gone down is taken to be ending. The
 // runtime's loopback plugin takes it down before our plugin has its DEL, on the way of which
 // are one or two more; with it go the routes, and the kernel tells of that.
-const endingTime = 3 * time.Second
+const endingTime = 5 * time.Second
 
 // isEnding tells whether an audit has failed because the runtime takes the pod's network
 // down. That is no failure to tell of: its DEL is on the way. The caller holds the pod's turn.
