@@ -162,9 +162,9 @@ func (s *Socket) renew() error {
 }
 
 // Close gives the sockets back to the [Keeper] of their network namespace, or closes them; what their methods returned must
-// not be used any more. They are closed in the background as long as few enough are: when an nfnetlink socket goes, the kernel first waits until everything that was deleted in the
-// same namespace a moment ago has been destroyed, which takes an RCU grace period, some 10 ms
-// (nft_rcv_nl_event, net/netfilter/nf_tables_api.c).
+// not be used any more. They are closed in the background as long as few enough are: when an nfnetlink socket goes, the
+// kernel first waits until everything that was deleted in the same namespace a moment ago has been destroyed, which takes an
+// RCU grace period, some 10 ms (nft_rcv_nl_event, net/netfilter/nf_tables_api.c).
 func (s *Sockets) Close(sockets ...*Socket) error {
 	return s.discard(s.giveBack(sockets))
 }

@@ -57,6 +57,21 @@ func TestExpect(t *testing.T) {
 	})
 }
 
+// TestRestWhileExpected: pods on their way in need the rule, and the entries that are there.
+func TestRestWhileExpected(t *testing.T) {
+	eachBackend(t, func(t *testing.T, b backend) {
+		r := newRig(t, b)
+		r.settle()
+		done, err := r.Expect(t.Context(), pods(t, "10.0.0.1"))
+		r.must(err)
+		r.must(r.Rest(t.Context()))
+		r.holds("10.0.0.1")
+		r.add("p1", "10.0.0.1")
+		r.must(done(t.Context()))
+		r.holds("10.0.0.1")
+	})
+}
+
 // TestExpectRefused: an expectation that fails leaves nothing, and keeps nobody from adding.
 func TestExpectRefused(t *testing.T) {
 	eachBackend(t, func(t *testing.T, b backend) {

@@ -251,7 +251,8 @@ func (s *Set) Clear(ctx context.Context) error {
 	return s.remove(ctx)
 }
 
-// Rest takes rule and sets out of the host's netns if it is sure that no pod needs them.
+// Rest takes rule and sets out of the host's netns if it is sure that no pod needs them,
+// none that is expected either.
 // The next Add makes them anew.
 func (s *Set) Rest(ctx context.Context) error {
 	release, err := s.take(ctx)
@@ -259,7 +260,7 @@ func (s *Set) Rest(ctx context.Context) error {
 		return err
 	}
 	defer release()
-	if !s.settled || !s.up || len(s.pods) > 0 {
+	if !s.settled || !s.up || len(s.pods) > 0 || len(s.expected) > 0 {
 		return nil
 	}
 	s.resting = true
