@@ -23,14 +23,15 @@ import (
 // node is a node as the finder sees it: a proc file system that the test writes, with
 // real network namespaces behind it, and a directory of netns files.
 type node struct {
-	tb     testing.TB
-	host   *podnetns.Host
-	pins   *podnetns.Pins
-	proc   string // the proc root
-	files  string // the directory of netns files
-	dirs   []string
-	life   *os.File // what real processes read; they end when nobody can write to it
-	nextID int
+	tb      testing.TB
+	host    *podnetns.Host
+	pins    *podnetns.Pins
+	proc    string // the proc root
+	files   string // the directory of netns files
+	dirs    []string
+	runtime podnetns.Runtime // nil for none
+	life    *os.File         // what real processes read; they end when nobody can write to it
+	nextID  int
 }
 
 func newNode(tb testing.TB) *node {
@@ -61,7 +62,7 @@ func (n *node) must(err error) {
 
 func (n *node) finder() *podnetns.Finder {
 	n.tb.Helper()
-	f, err := podnetns.NewFinder(podnetns.FinderConfig{Host: n.host, Holders: n.pins, ProcRoot: n.proc, NetnsDirs: n.dirs})
+	f, err := podnetns.NewFinder(podnetns.FinderConfig{Host: n.host, Holders: n.pins, ProcRoot: n.proc, NetnsDirs: n.dirs, Runtime: n.runtime})
 	n.must(err)
 	return f
 }

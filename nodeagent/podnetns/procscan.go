@@ -26,11 +26,6 @@ const (
 	// checkContextEvery is how many processes may be looked at before the context is
 	// looked at again, some 2 ms.
 	checkContextEvery = 256
-
-	// judgedAtOnce is how many candidates are looked into in one visit. Five times as many
-	// descriptors are open at most besides those of what was found: a batch that waits, and
-	// two whose netns and sockets are open.
-	judgedAtOnce = 8
 )
 
 // nsID is what a namespace shows in its file's stat. A number is given again when
@@ -62,14 +57,6 @@ type processes struct {
 	buf    []byte
 }
 
-// candidate is a process of a wanted pod, whose netns may be the pod's.
-type candidate struct {
-	pod   *pursuit
-	pid   string
-	dir   int    // descriptor of the process' directory
-	group *group // the processes that were seen in the same netns
-}
-
 // fromProcesses looks at all processes once. From each netns it takes the first process
 // it meets, which is the oldest as a rule, and reads its cgroup. That suffices, because
 // the process that made a pod's netns is one of the pod's: any other has entered it. Only if
@@ -86,7 +73,7 @@ func (s *search) fromProcesses(ctx context.Context) error {
 		return err
 	}
 	s.procs = procs
-	if err := s.judging(func(found func(candidate)) error {
+	if err := s.judging(func(found func(lead)) error {
 		return procs.pass(ctx, func(g *group, pid string) { s.examine(g, pid, found) })
 	}); err != nil {
 		return err
@@ -103,106 +90,9 @@ func (s *search) fromProcesses(ctx context.Context) error {
 	return nil
 }
 
-// judging runs look, which hands over candidates, and judges them meanwhile. Whoever looks
-// judges as well when there is more than the other gets done. It returns when all are
-// judged.
-func (s *search) judging(look func(found func(candidate)) error) error {
-	batches := make(chan []candidate, 1)
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		own := newSurveyor(s.host)
-		for batch := range batches {
-			s.judge(own, batch)
-		}
-	}()
-	batch := make([]candidate, 0, judgedAtOnce)
-	err := look(func(c candidate) {
-		if batch = append(batch, c); len(batch) < cap(batch) {
-			return
-		}
-		select {
-		case batches <- batch:
-			batch = make([]candidate, 0, judgedAtOnce)
-		default:
-			s.judge(s.surveyor, batch)
-			batch = batch[:0]
-		}
-	})
-	batches <- batch
-	close(batches)
-	<-done
-	return err
-}
-
-// judge claims the netns of each candidate for its pod, or notes why it is not the pod's.
-// Only looking into them happens side by side.
-func (s *search) judge(with *surveyor, batch []candidate) {
-	files := make([]*os.File, 0, judgedAtOnce)
-	of := make([]candidate, 0, judgedAtOnce)
-	for _, c := range batch {
-		file, err := c.open()
-		if err != nil {
-			s.claiming.Lock()
-			c.pod.note("process "+c.pid, err)
-			s.claiming.Unlock()
-			continue
-		}
-		files, of = append(files, file), append(of, c)
-	}
-	found := with.survey(files...)
-	s.claiming.Lock()
-	defer s.claiming.Unlock()
-	for i, v := range found {
-		of[i].group.judged = append(of[i].group.judged, of[i].pod.UID)
-		if err := s.claimProcess(of[i], v); err != nil {
-			of[i].pod.note("process "+of[i].pid, err)
-		}
-	}
-}
-
-// open opens the netns that the process is in now, and gives the process up.
-func (c candidate) open() (*os.File, error) {
-	fd, err := openat(c.dir, "ns/net", unix.O_RDONLY)
-	_ = unix.Close(c.dir) // nothing was written
-	if err != nil {
-		return nil, fmt.Errorf("opening its netns: %w", err)
-	}
-	file := os.NewFile(uintptr(fd), "netns of process "+c.pid)
-	id, err := idOf(file)
-	if err == nil && id != c.group.id {
-		err = errors.New("it has entered another netns meanwhile")
-	}
-	if err != nil {
-		return nil, errors.Join(err, file.Close())
-	}
-	return file, nil
-}
-
-// claimProcess claims the candidate's netns for its pod, or says why it is not the pod's.
-func (s *search) claimProcess(c candidate, v surveyed) error {
-	if v.err != nil {
-		return v.err
-	}
-	err := holds(v.held, c.pod.IPs)
-	if err == nil {
-		c.group.claimed = true
-		for _, ip := range v.held {
-			c.group.contested = c.group.contested || slices.ContainsFunc(s.byIP[ip], func(rival *pursuit) bool {
-				return rival != c.pod && !rival.settled
-			})
-		}
-		err = s.claim(c.pod, v.netns)
-	}
-	if err != nil {
-		return errors.Join(err, v.netns.Close())
-	}
-	return nil
-}
-
 // examine looks at one process, and hands it over if it is a wanted pod's and its netns was
 // not yet judged for that.
-func (s *search) examine(g *group, pid string, found func(candidate)) {
+func (s *search) examine(g *group, pid string, found func(lead)) {
 	// Through a descriptor of its directory, all is of one process: a PID is given again.
 	dir, err := openat(s.procs.dir, pid, unix.O_PATH|unix.O_DIRECTORY)
 	if err != nil {
@@ -229,7 +119,7 @@ func (s *search) examineRest(ctx context.Context, g *group) error {
 		if i%checkContextEvery == 0 && ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		s.examine(g, pid, func(c candidate) { s.judge(s.surveyor, []candidate{c}) })
+		s.examine(g, pid, func(l lead) { s.judge(s.surveyor, []lead{l}) })
 	}
 	g.rest = nil
 	return nil

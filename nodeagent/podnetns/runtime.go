@@ -4,10 +4,7 @@ package podnetns
 
 import (
 	"context"
-	"errors"
-	"fmt"
-	"path/filepath"
-	"strings"
+	"slices"
 )
 
 // Runtime is a container runtime that can be asked where the host has the netns of pods.
@@ -17,7 +14,8 @@ type Runtime interface {
 	NetnsPaths(ctx context.Context, uids []string) (map[string][]string, error)
 }
 
-// fromRuntime tries the paths that the container runtime names. A runtime that does not
+// fromRuntime tries the paths that the container runtime names, the likeliest of each pod
+// first. A runtime that does not
 // answer ends nothing: the processes are looked at next.
 func (s *search) fromRuntime(ctx context.Context) error {
 	if s.runtime == nil {
@@ -30,60 +28,26 @@ func (s *search) fromRuntime(ctx context.Context) error {
 	}
 	paths, failure := s.runtime.NetnsPaths(ctx, uids)
 	for _, p := range missing {
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
-		}
 		if failure != nil && len(paths[p.UID]) == 0 {
 			p.note("container runtime", failure)
 		}
-		s.fromSandboxes(p, paths[p.UID])
 	}
-	return nil
-}
-
-// fromSandboxes claims the first netns at one of the paths that is the pod's. An older
-// sandbox's is not the pod's any more, so that no second one is looked for.
-func (s *search) fromSandboxes(p *pursuit, paths []string) {
-	for _, path := range paths {
-		if !p.open() {
-			return
+	for rank := 0; ; rank++ {
+		// An older sandbox's netns is not the pod's any more: no second one is looked for.
+		missing = slices.DeleteFunc(missing, func(p *pursuit) bool { return !p.open() || rank >= len(paths[p.UID]) })
+		if len(missing) == 0 {
+			return nil
 		}
-		v := s.at(path)
-		err := v.err
-		if err == nil {
-			err = s.claimHeld(p, v)
-		}
-		if err != nil {
-			p.note("container runtime", fmt.Errorf("%s: %w", path, err))
+		if err := s.judging(func(found func(lead)) error {
+			for _, p := range missing {
+				if ctx.Err() != nil {
+					return context.Cause(ctx)
+				}
+				found(s.pathLead(p, "container runtime", paths[p.UID][rank], Key{}))
+			}
+			return nil
+		}); err != nil {
+			return err
 		}
 	}
-}
-
-// at surveys what is at a path of the host.
-func (s *search) at(path string) surveyed {
-	file, err := openNetns(s.hostPath(path))
-	if err != nil {
-		return surveyed{err: fmt.Errorf("opening it: %w", err)}
-	}
-	return s.surveyor.survey(file)[0]
-}
-
-// hostPath is where a path of the host is here: the host's /proc may show elsewhere.
-func (s *search) hostPath(path string) string {
-	if below, ok := strings.CutPrefix(path, "/proc/"); ok {
-		return filepath.Join(s.procRoot, below)
-	}
-	return path
-}
-
-// claimHeld claims a netns that a path led to if it holds the pod's addresses, or closes it.
-func (s *search) claimHeld(p *pursuit, v surveyed) error {
-	err := holds(v.held, p.IPs)
-	if err == nil {
-		err = s.claim(p, v.netns)
-	}
-	if err != nil {
-		return errors.Join(err, v.netns.Close())
-	}
-	return nil
 }

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -168,16 +169,23 @@ func (s *search) close() {
 
 // fromRecords opens the paths that ADDs left.
 func (s *search) fromRecords(ctx context.Context) error {
-	for _, p := range s.order {
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
+	err := s.judging(func(found func(lead)) error {
+		for _, p := range s.order {
+			if ctx.Err() != nil {
+				return context.Cause(ctx)
+			}
+			switch {
+			case p.NetnsPath == "" || !p.open():
+			case p.Key.BootID != s.host.key.BootID:
+				p.note("record", errors.New("it was written before the last boot"))
+			default:
+				found(s.pathLead(p, "record", p.NetnsPath, p.Key))
+			}
 		}
-		if p.NetnsPath == "" || !p.open() {
-			continue
-		}
-		if err := s.fromRecord(p); err != nil {
-			p.note("record", err)
-		}
+		return nil
+	})
+	if err != nil {
+		return err
 	}
 	for _, p := range s.order {
 		if len(p.IPs) == 0 && p.open() {
@@ -187,32 +195,14 @@ func (s *search) fromRecords(ctx context.Context) error {
 	return nil
 }
 
-// fromRecord claims the netns at the path of the pod's record, or says why it is another.
-func (s *search) fromRecord(p *pursuit) error {
-	if p.Key.BootID != s.host.key.BootID {
-		return errors.New("it was written before the last boot")
+// pathLead is the lead that a path of the host gives. The host's /proc, which Docker's
+// paths and those of processes are of, may show elsewhere here.
+func (s *search) pathLead(p *pursuit, source, path string, key Key) lead {
+	l := pathLead{pod: p, source: source, given: path, here: path, key: key}
+	if below, ok := strings.CutPrefix(path, DefaultProcRoot+"/"); ok {
+		l.here = filepath.Join(s.procRoot, below)
 	}
-	path := s.hostPath(p.NetnsPath) // Docker's paths are of the host's /proc
-	file, err := openNetns(path)
-	if err != nil {
-		return fmt.Errorf("opening %s: %w", path, err)
-	}
-	v := s.surveyor.survey(file)[0]
-	if v.err != nil {
-		return fmt.Errorf("%s: %w", path, v.err)
-	}
-	if v.netns.key != p.Key {
-		err = fmt.Errorf("%s is netns %s now, the recorded one was %s", path, v.netns.key, p.Key)
-	} else if len(p.IPs) > 0 {
-		err = holds(v.held, p.IPs)
-	}
-	if err == nil {
-		err = s.claim(p, v.netns)
-	}
-	if err != nil {
-		return errors.Join(err, v.netns.Close())
-	}
-	return nil
+	return l
 }
 
 // claim gives the netns to the pod, which must be the one that a place leads to, have its
