@@ -54,11 +54,11 @@ func assembleAt(generation uint32, changes []change) *batch {
 	return assembleWith([]rawnetlink.Attribute{number(batchGenerationID, generation)}, changes)
 }
 
-// at returns a transaction of assembleAt for another generation.
-func (b *batch) at(generation uint32) *batch {
+// at returns a transaction of assembleAt for another generation, for the socket to send before it is closed.
+func (b *batch) at(generation uint32, socket *rawnetlink.Socket) *batch {
 	const offset = unix.NLMSG_HDRLEN + nfgenHeader + unix.NLA_HDRLEN
 	moved := *b
-	moved.bytes = slices.Clone(b.bytes)
+	moved.bytes = socket.Copy(b.bytes)
 	binary.BigEndian.PutUint32(moved.bytes[offset:], generation)
 	return &moved
 }

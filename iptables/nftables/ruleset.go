@@ -87,7 +87,7 @@ const firstGeneration = 1
 func (s *ruleSet) create(socket *rawnetlink.Socket, generation uint32) (sighting, error) {
 	creation := s.creation
 	if generation != firstGeneration {
-		creation = creation.at(generation)
+		creation = creation.at(generation, socket)
 	}
 	err := commit(socket, creation)
 	return sighting{generation: next(generation), set: s, handles: s.initial}, err

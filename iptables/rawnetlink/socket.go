@@ -14,7 +14,6 @@ import (
 	"fmt"
 	"math"
 	"slices"
-	"sync"
 
 	"golang.org/x/sys/unix"
 )
@@ -29,12 +28,16 @@ const maxAnswer = 8 << 10
 // bufferSize leaves room for what a whole verification reads, so that buffers rarely grow.
 const bufferSize = 2 * maxDatagram
 
+// maxIdle bounds how many buffers are kept while no socket uses them. A sync.Pool would let go of them at each garbage
+// collection: with the little else that the agent holds, they were what made the next one due.
+const maxIdle = 16
+
 // maxClosing bounds how many calls of Close may be at work in the background.
 const maxClosing = 16
 
 // Sockets opens and closes sockets. Its zero value is not usable; call [New]. It may be used concurrently.
 type Sockets struct {
-	buffers sync.Pool     // of *[]byte
+	idle    chan *[]byte  // buffers that no socket uses
 	closing chan struct{} // one element for each Close that is at work in the background
 	ceiling int           // no socket whose descriptor is as high is kept
 }
@@ -42,10 +45,7 @@ type Sockets struct {
 // New returns a ready Sockets.
 func New() *Sockets {
 	return &Sockets{
-		buffers: sync.Pool{New: func() any {
-			b := make([]byte, 0, bufferSize)
-			return &b
-		}},
+		idle:    make(chan *[]byte, maxIdle),
 		closing: make(chan struct{}, maxClosing),
 		ceiling: ceiling(),
 	}
@@ -103,9 +103,32 @@ func (s *Sockets) Open(ns Netns, protocols ...int) ([]*Socket, error) {
 		}
 	}
 	for _, socket := range sockets {
-		socket.buffer, socket.room, socket.owner = s.buffers.Get().(*[]byte), maxDatagram, s
+		socket.buffer, socket.room, socket.owner = s.takeBuffer(), maxDatagram, s
 	}
 	return sockets, nil
+}
+
+// takeBuffer returns an empty buffer.
+func (s *Sockets) takeBuffer() *[]byte {
+	select {
+	case b := <-s.idle:
+		return b
+	default:
+		b := make([]byte, 0, bufferSize)
+		return &b
+	}
+}
+
+// returnBuffer takes a buffer back. One that has grown is let go of.
+func (s *Sockets) returnBuffer(b *[]byte) {
+	if cap(*b) > bufferSize {
+		return
+	}
+	*b = (*b)[:0]
+	select {
+	case s.idle <- b:
+	default:
+	}
 }
 
 // complete opens those of the sockets that are missing.
@@ -179,8 +202,7 @@ func (s *Sockets) CloseNow(sockets ...*Socket) error {
 func (s *Sockets) giveBack(sockets []*Socket) []*Socket {
 	var left []*Socket
 	for _, socket := range sockets {
-		*socket.buffer = (*socket.buffer)[:0]
-		s.buffers.Put(socket.buffer)
+		s.returnBuffer(socket.buffer)
 		socket.buffer = nil
 		keeper, keeps := socket.ns.(Keeper)
 		if !keeps || socket.unsound || socket.fd >= s.ceiling || !keeper.Kept().put(socket) {
@@ -213,6 +235,14 @@ func closeAll(sockets []*Socket) error {
 		err = errors.Join(err, unix.Close(socket.fd))
 	}
 	return err
+}
+
+// Copy returns a copy of requests in the socket's buffer, for a change that is only for this socket. It counts as an answer
+// as to how long it may be used.
+func (s *Socket) Copy(requests []byte) []byte {
+	used := len(*s.buffer)
+	*s.buffer = append(*s.buffer, requests...)
+	return (*s.buffer)[used:]
 }
 
 // Forget drops all answers that the socket's methods have returned; they must not be used any more. It is for a socket
