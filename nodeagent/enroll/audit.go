@@ -152,10 +152,11 @@ func (e *Enroller) auditProxy(p *enrolment, ns *podnetns.Netns, f *Finding) erro
 // and enrols it there: the file at its path is another netns, and the finder, which
 // trusts no path, has found it in one that is not the pinned one.
 func (e *Enroller) hasMoved(ctx context.Context, p *enrolment, ns *podnetns.Netns, f *Finding) bool {
-	if p.place.path == "" {
+	file := p.place.keptFile()
+	if file == "" {
 		return false
 	}
-	if there, err := ns.IsAt(p.place.path); err != nil || there {
+	if there, err := ns.IsAt(file); err != nil || there {
 		return false // no file there means that the runtime takes the pod down
 	}
 	uid := p.pod.UID
@@ -179,6 +180,6 @@ func (e *Enroller) follow(ctx context.Context, p *enrolment, to *podnetns.Netns)
 		return errors.Join(err, to.Close())
 	}
 	where := p.place
-	where.key = to.Key()
+	where.key, where.path = to.Key(), to.Path()
 	return e.enrolRunningIn(ctx, p.pod, where, to, e.remember)
 }
