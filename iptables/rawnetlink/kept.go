@@ -6,6 +6,8 @@ import (
 	"errors"
 	"slices"
 	"sync"
+
+	"golang.org/x/sys/unix"
 )
 
 // Keeper is a [Netns] whose owner holds it open, and its sockets with it: to enter it, open two sockets and close them again
@@ -51,7 +53,8 @@ func (k *Kept) index(protocol int) int {
 	return slices.IndexFunc(k.idle, func(s *Socket) bool { return s.protocol == protocol })
 }
 
-// Close closes the sockets, in the background as [Sockets.Close] does. One that is in use is closed by who uses it.
+// Close closes the sockets, those of nfnetlink in the background as [Sockets.Close] does: no other waits for anything. One
+// that is in use is closed by who uses it.
 func (k *Kept) Close() error {
 	k.mu.Lock()
 	idle := k.idle
@@ -59,7 +62,29 @@ func (k *Kept) Close() error {
 	k.mu.Unlock()
 	var err error
 	for _, socket := range idle {
-		err = errors.Join(err, socket.owner.discard([]*Socket{socket}))
+		if socket.protocol == unix.NETLINK_NETFILTER {
+			err = errors.Join(err, socket.owner.discard([]*Socket{socket}))
+			continue
+		}
+		err = errors.Join(err, unix.Close(socket.fd))
 	}
 	return err
+}
+
+// Opened is a socket that was opened by somebody else.
+type Opened struct {
+	FD       int
+	Protocol int
+	Cookie   uint64 // of its network namespace; 0 if nobody has asked
+}
+
+// Keep takes over a socket that was opened inside the namespace, and keeps it there under the same conditions as one that
+// comes back, or closes it. It must be as those opened here are: not blocking, connected to the kernel, without options; and
+// it must have been read to the end of every answer.
+func (s *Sockets) Keep(ns Keeper, opened Opened) error {
+	socket := &Socket{fd: opened.FD, protocol: opened.Protocol, cookie: opened.Cookie, ns: ns, owner: s}
+	if socket.fd < s.ceiling && ns.Kept().put(socket) {
+		return nil
+	}
+	return unix.Close(socket.fd)
 }

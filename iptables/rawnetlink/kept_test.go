@@ -105,6 +105,37 @@ func TestKeptSocketsAreUsedAgain(t *testing.T) {
 	}
 }
 
+// TestKeep has sockets opened by somebody else.
+func TestKeep(t *testing.T) {
+	netnstest.Require(t)
+	s, k := rawnetlink.New(), newKeeper(t)
+	before := descriptors(t)
+	for range 2 { // the second is one too many
+		var fd int
+		err := k.Do(func() (err error) {
+			fd, err = unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_ROUTE)
+			return errors.Join(err, unix.Connect(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}))
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		closed(t, s.Keep(k, rawnetlink.Opened{FD: fd, Protocol: unix.NETLINK_ROUTE, Cookie: 17}))
+		if after := descriptors(t); after != before+1 {
+			t.Errorf("%d descriptors before, %d after, want one more", before, after)
+		}
+	}
+	opened := openIn(t, s, k, 0, unix.NETLINK_ROUTE)
+	askLoopback(t, opened[0])
+	if cookie, err := opened[0].NetnsCookie(); err != nil || cookie != 17 {
+		t.Errorf("cookie %d, %v, want the one that was known", cookie, err)
+	}
+	closed(t, s.CloseNow(opened...))
+	closed(t, k.kept.Close())
+	if after := descriptors(t); after != before {
+		t.Errorf("%d descriptors before, %d after the end", before, after)
+	}
+}
+
 // TestFailedSocketsAreNotKept leaves an answer unread: whoever comes next must not take it for its own.
 func TestFailedSocketsAreNotKept(t *testing.T) {
 	netnstest.Require(t)

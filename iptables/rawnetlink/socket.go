@@ -22,8 +22,12 @@ import (
 // when the reader offers that much room: it then gets itself as much for every dump.
 const maxDatagram = 32 << 10
 
+// ShortAnswer is room that the kernel needs no more of for a dump of what is short, where nobody has offered more on the same
+// socket before.
+const ShortAnswer = 8 << 10
+
 // maxAnswer bounds every other answer (NLMSG_GOODSIZE, linux/netlink.h), and a dump of what is short.
-const maxAnswer = 8 << 10
+const maxAnswer = ShortAnswer
 
 // bufferSize leaves room for what a whole verification reads, so that buffers rarely grow.
 const bufferSize = 2 * maxDatagram

@@ -14,10 +14,6 @@ import (
 	"ambientd/iptables/rawnetlink"
 )
 
-// maxDump is what the kernel puts at most in one datagram of a dump
-// (netlink_recvmsg in net/netlink/af_netlink.c), in bytes.
-const maxDump = 32 << 10
-
 // usualAddresses is how many addresses a pod has at most as a rule, those of lo included.
 const usualAddresses = 8
 
@@ -29,11 +25,16 @@ var errChanged = errors.New("the addresses keep changing")
 
 // surveyor looks into netns. It is for one goroutine at a time.
 type surveyor struct {
-	host *Host
-	buf  []byte // for what the kernel answers
+	host    *Host
+	sockets *rawnetlink.Sockets // keeps those that questions were asked on
+	buf     []byte              // for what the kernel answers
 }
 
-func newSurveyor(h *Host) *surveyor { return &surveyor{host: h, buf: make([]byte, maxDump)} }
+// newSurveyor offers the kernel little room for its answers: it would get itself as much for
+// everything that is asked on the same socket later.
+func newSurveyor(h *Host, sockets *rawnetlink.Sockets) *surveyor {
+	return &surveyor{host: h, sockets: sockets, buf: make([]byte, rawnetlink.ShortAnswer)}
+}
 
 // surveyed is what became of one file.
 type surveyed struct {
@@ -45,8 +46,8 @@ type surveyed struct {
 	socket int // inside the netns; -1 without
 }
 
-// survey makes a Netns of each file, all of which it takes over, if it is one that the
-// agent may touch, and reads the addresses in it. All cost one visit, from one netns to
+// survey makes a Netns of each file of [Host.openNetns], all of which it takes over, if it is one
+// that the agent may touch, and reads the addresses in it. All cost one visit, from one netns to
 // the next, in which sockets are opened; the questions are asked from outside.
 func (s *surveyor) survey(files ...*os.File) []surveyed {
 	if len(files) == 0 {
@@ -54,7 +55,7 @@ func (s *surveyor) survey(files ...*os.File) []surveyed {
 	}
 	all := make([]surveyed, len(files))
 	for i, file := range files {
-		all[i] = surveyed{file: file, socket: -1, err: checkNetns(file)}
+		all[i] = surveyed{file: file, socket: -1}
 	}
 	stay := func() error { return nil }
 	err := visit(s.host.file, stay, func() error {
@@ -74,11 +75,12 @@ func (s *surveyor) survey(files ...*os.File) []surveyed {
 
 // enter opens the socket, and leaves the thread where it is.
 func (v *surveyed) enter() {
-	if v.err != nil {
-		return
+	err := setns(v.file)
+	if errors.Is(err, unix.EINVAL) {
+		err = fmt.Errorf("namespace of another type: %w", ErrNotNetns)
 	}
-	if v.err = setns(v.file); v.err != nil {
-		v.err = fmt.Errorf("entering the netns: %w", v.err)
+	if err != nil {
+		v.err = fmt.Errorf("entering the netns: %w", err)
 		return
 	}
 	// Non-blocking: the kernel answers inside the call that asks.
@@ -94,13 +96,16 @@ func (v *surveyed) enter() {
 	}
 }
 
-// ask reads what the socket tells, and closes it, and the file too if it is no netns
-// that the agent may touch.
+// ask reads what the socket tells. The socket stays with the netns that it makes: who enrols
+// the pod has more to ask. If it makes none, socket and file are closed.
 func (s *surveyor) ask(v *surveyed) {
 	if v.err == nil {
 		v.netns, v.held, v.err = s.read(v.file, v.socket)
 	}
-	if v.socket >= 0 {
+	switch {
+	case v.err == nil:
+		v.err = s.sockets.Keep(v.netns, rawnetlink.Opened{FD: v.socket, Protocol: unix.NETLINK_ROUTE, Cookie: v.netns.key.Cookie})
+	case v.socket >= 0:
 		v.err = errors.Join(v.err, unix.Close(v.socket))
 	}
 	if v.err != nil {

@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+
+	"ambientd/iptables/rawnetlink"
 )
 
 // ErrNotFound says that a pod has no netns that is surely its own. The text has the
@@ -46,6 +48,7 @@ type Finder struct {
 	procRoot  string
 	netnsDirs []string
 	runtime   Runtime // may be nil
+	sockets   *rawnetlink.Sockets
 }
 
 // NewFinder returns a Finder.
@@ -59,7 +62,10 @@ func NewFinder(cfg FinderConfig) (*Finder, error) {
 	if cfg.NetnsDirs == nil {
 		cfg.NetnsDirs = DefaultNetnsDirs()
 	}
-	return &Finder{host: cfg.Host, holders: cfg.Holders, procRoot: cfg.ProcRoot, netnsDirs: cfg.NetnsDirs, runtime: cfg.Runtime}, nil
+	return &Finder{
+		host: cfg.Host, holders: cfg.Holders, procRoot: cfg.ProcRoot, netnsDirs: cfg.NetnsDirs, runtime: cfg.Runtime,
+		sockets: rawnetlink.New(),
+	}, nil
 }
 
 // Wanted is a pod whose netns is to be found.

@@ -39,8 +39,13 @@ func (k Key) String() string { return strconv.FormatUint(k.Cookie, 10) }
 // return to, and that is never adopted. Its methods are safe for concurrent use.
 type Host struct {
 	file *os.File
+	id   nsID
 	key  Key
 }
+
+// nsID is what a namespace shows in its file's stat. A number is given again when
+// the namespace is gone.
+type nsID struct{ dev, ino uint64 }
 
 // OpenHost opens the netns in which the process runs. It is called once, at the
 // start of the process, before any thread has entered another netns: "the host's
@@ -62,7 +67,11 @@ func OpenHost() (*Host, error) {
 	if err != nil {
 		return nil, errors.Join(err, file.Close())
 	}
-	return &Host{file: file, key: Key{BootID: string(bytes.TrimSpace(bootID)), Cookie: cookie}}, nil
+	var id nsID
+	if err := control(file, func(fd int) (err error) { id, err = idOf(fd); return err }); err != nil {
+		return nil, errors.Join(fmt.Errorf("looking at the host's netns: %w", err), file.Close())
+	}
+	return &Host{file: file, id: id, key: Key{BootID: string(bytes.TrimSpace(bootID)), Cookie: cookie}}, nil
 }
 
 // Key names the host's netns.
@@ -155,6 +164,40 @@ func checkNetns(file *os.File) error {
 		}
 		return nil
 	})
+}
+
+// openNetns opens a namespace by its path below dir. Should something else be there, such
+// as a named pipe, opening does not wait, and the error wraps [ErrNotNetns]. That it is a
+// network namespace is left to setns, which asks for no more than this costs here:
+// all namespaces are files of one file system, and of no other is a file taken for one.
+func (h *Host) openNetns(dir int, path string) (*os.File, nsID, error) {
+	fd, err := openat(dir, path, unix.O_RDONLY|unix.O_NONBLOCK)
+	if err != nil {
+		return nil, nsID{}, err
+	}
+	id, err := idOf(fd)
+	if err == nil && id.dev != h.id.dev {
+		err = ErrNotNetns
+	}
+	if err != nil {
+		return nil, nsID{}, errors.Join(err, unix.Close(fd))
+	}
+	return os.NewFile(uintptr(fd), path), id, nil
+}
+
+func openat(dir int, path string, flags int) (int, error) {
+	for {
+		fd, err := unix.Openat(dir, path, flags|unix.O_CLOEXEC, 0)
+		if !errors.Is(err, unix.EINTR) {
+			return fd, err
+		}
+	}
+}
+
+func idOf(fd int) (nsID, error) {
+	var st unix.Stat_t
+	err := unix.Fstat(fd, &st)
+	return nsID{dev: st.Dev, ino: st.Ino}, err
 }
 
 // openCurrent opens the calling thread's netns. The thread must be locked.

@@ -5,75 +5,102 @@ package podnetns
 import (
 	"errors"
 	"os"
+	"slices"
+	"sync"
 )
 
-// judgedAtOnce is how many leads are looked into in one visit. Five times as many
-// descriptors are open at most besides those of what was found: a batch that waits, and
-// two whose netns and sockets are open.
-const judgedAtOnce = 8
+const (
+	// judgedAtOnce is how many leads are looked into in one visit.
+	judgedAtOnce = 8
+
+	// maxWaiting is how many leads may wait, each with a descriptor, before whoever looks for
+	// more judges some: to look is all that takes its time, if the other keeps pace on the whole.
+	maxWaiting = 4 * judgedAtOnce
+)
 
 // judging looks into leads while others are still being looked for. From the first full
-// batch on it has a goroutine of its own for that.
+// batch on it has a goroutine of its own for that. Besides those of what was found,
+// maxWaiting descriptors are open at most, and two for each lead that is looked into.
 type judging struct {
-	search  *search
-	batch   []lead
-	batches chan []lead // to the other goroutine; nil while there is none
-	done    chan struct{}
+	search *search
+
+	mu      sync.Mutex
+	filled  sync.Cond     // there is a batch, or the end
+	waiting []lead        // in the order that they are looked into
+	ended   bool          // no more will come
+	done    chan struct{} // closed when the other goroutine ends; nil while there is none
 }
 
 // judging runs look, which hands over leads, and judges them meanwhile. Whoever looks
-// judges as well when there is more than the other gets done. It returns when all are
-// judged.
+// judges as well when there is more than the other gets done, and at the end. It returns
+// when all are judged.
 func (s *search) judging(look func(found func(lead)) error) error {
-	j := &judging{search: s, batch: make([]lead, 0, judgedAtOnce)}
+	j := &judging{search: s, waiting: make([]lead, 0, maxWaiting)}
+	j.filled.L = &j.mu
 	err := look(j.found)
-	j.finish()
+	j.mu.Lock()
+	j.ended = true
+	j.mu.Unlock()
+	j.filled.Signal()
+	j.work(s.surveyor)
+	if j.done != nil {
+		<-j.done
+	}
 	return err
 }
 
 // found takes one lead.
 func (j *judging) found(l lead) {
-	if j.batch = append(j.batch, l); len(j.batch) < cap(j.batch) {
-		return
-	}
-	if j.batches == nil {
-		j.begin()
-	}
-	select {
-	case j.batches <- j.batch:
-		j.batch = make([]lead, 0, judgedAtOnce)
-	default:
-		j.search.judge(j.search.surveyor, j.batch)
-		j.batch = j.batch[:0]
-	}
-}
-
-// begin starts the other goroutine.
-func (j *judging) begin() {
-	j.batches, j.done = make(chan []lead, 1), make(chan struct{})
-	go func() {
-		defer close(j.done)
-		own := newSurveyor(j.search.host)
-		for batch := range j.batches {
-			j.search.judge(own, batch)
-		}
-	}()
-}
-
-// finish judges what is left, together with the other goroutine if there is one. What
-// few leads there are as a rule are not worth waking somebody up for.
-func (j *judging) finish() {
-	if len(j.batch) > 0 {
-		j.search.judge(j.search.surveyor, j.batch)
-	}
-	if j.batches == nil {
-		return
-	}
-	close(j.batches)
-	for batch := range j.batches {
+	j.mu.Lock()
+	if len(j.waiting) == maxWaiting {
+		batch := j.take()
+		j.mu.Unlock()
 		j.search.judge(j.search.surveyor, batch)
+		j.mu.Lock()
 	}
-	<-j.done
+	j.waiting = append(j.waiting, l)
+	full := len(j.waiting) == judgedAtOnce
+	j.mu.Unlock()
+	switch {
+	case !full:
+	case j.done == nil:
+		j.done = make(chan struct{})
+		go func() {
+			defer close(j.done)
+			j.work(newSurveyor(j.search.host, j.search.sockets))
+		}()
+	default:
+		j.filled.Signal()
+	}
+}
+
+// work judges until the end. Few leads are not worth waking somebody up for: then it is whoever
+// looks that judges them.
+func (j *judging) work(with *surveyor) {
+	for {
+		j.mu.Lock()
+		for len(j.waiting) < judgedAtOnce && !j.ended {
+			j.filled.Wait()
+		}
+		batch := j.take()
+		j.mu.Unlock()
+		if len(batch) == 0 {
+			return
+		}
+		j.search.judge(with, batch)
+	}
+}
+
+// take takes out a batch, at the end half of what is left so that both get done at the same
+// time. The caller holds j.mu.
+func (j *judging) take() []lead {
+	n := min(judgedAtOnce, len(j.waiting))
+	if j.ended && j.done != nil {
+		n = min(judgedAtOnce, (len(j.waiting)+1)/2)
+	}
+	batch := slices.Clone(j.waiting[:n])
+	j.waiting = slices.Delete(j.waiting, 0, n)
+	return batch
 }
 
 // judge claims the netns of each lead for its pod, or notes why it is not the pod's.
@@ -82,7 +109,7 @@ func (s *search) judge(with *surveyor, batch []lead) {
 	files := make([]*os.File, 0, judgedAtOnce)
 	of := make([]lead, 0, judgedAtOnce)
 	for _, l := range batch {
-		file, err := l.open()
+		file, err := l.open(s.host)
 		if err != nil {
 			s.claiming.Lock()
 			l.wanted().note(l.name(), err)

@@ -19,7 +19,7 @@ type lead interface {
 	// path is what [Netns.Path] is of a netns found by it.
 	path() string
 	// open opens the netns, and gives up what the lead itself keeps open.
-	open() (*os.File, error)
+	open(host *Host) (*os.File, error)
 	// confirm says why what it led to is not the pod's. The caller holds s.claiming.
 	confirm(s *search, v surveyed) error
 }
@@ -37,8 +37,8 @@ func (l pathLead) wanted() *pursuit { return l.pod }
 func (l pathLead) name() string     { return l.source }
 func (l pathLead) path() string     { return l.given }
 
-func (l pathLead) open() (*os.File, error) {
-	file, err := openNetns(l.here)
+func (l pathLead) open(host *Host) (*os.File, error) {
+	file, _, err := host.openNetns(unix.AT_FDCWD, l.here)
 	if err != nil {
 		return nil, fmt.Errorf("opening %s: %w", l.here, err)
 	}
@@ -77,19 +77,14 @@ func (c candidate) name() string     { return "process " + c.pid }
 func (c candidate) path() string { return DefaultProcRoot + "/" + c.pid + "/ns/net" }
 
 // open opens the netns that the process is in now, and gives the process up.
-func (c candidate) open() (*os.File, error) {
-	fd, err := openat(c.dir, "ns/net", unix.O_RDONLY)
+func (c candidate) open(host *Host) (*os.File, error) {
+	file, id, err := host.openNetns(c.dir, "ns/net")
 	_ = unix.Close(c.dir) // nothing was written
 	if err != nil {
 		return nil, fmt.Errorf("opening its netns: %w", err)
 	}
-	file := os.NewFile(uintptr(fd), "netns of process "+c.pid)
-	id, err := idOf(file)
-	if err == nil && id != c.group.id {
-		err = errors.New("it has entered another netns meanwhile")
-	}
-	if err != nil {
-		return nil, errors.Join(err, file.Close())
+	if id != c.group.id {
+		return nil, errors.Join(errors.New("it has entered another netns meanwhile"), file.Close())
 	}
 	return file, nil
 }

@@ -12,6 +12,8 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+
+	"golang.org/x/sys/unix"
 )
 
 // maxNetnsFiles bounds how many files of one directory are looked at.
@@ -80,13 +82,14 @@ func (s *search) fromFile(path string, seen map[nsID]bool) {
 }
 
 func (s *search) tryFile(path string, seen map[nsID]bool) ([]*pursuit, error) {
-	file, err := openNetns(path)
-	if err != nil {
+	file, id, err := s.host.openNetns(unix.AT_FDCWD, path)
+	switch {
+	case errors.Is(err, ErrNotNetns):
+		return nil, err
+	case err != nil:
 		return s.missing(), err
-	}
-	id, err := idOf(file)
-	if err != nil || seen[id] {
-		return s.missing(), errors.Join(err, file.Close())
+	case seen[id]:
+		return s.missing(), file.Close()
 	}
 	seen[id] = true
 	v := s.surveyor.survey(file)[0]

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"slices"
 
 	"golang.org/x/sys/unix"
@@ -27,10 +26,6 @@ const (
 	// looked at again, some 2 ms.
 	checkContextEvery = 256
 )
-
-// nsID is what a namespace shows in its file's stat. A number is given again when
-// the namespace is gone.
-type nsID struct{ dev, ino uint64 }
 
 // group is the processes that share a netns.
 type group struct {
@@ -126,15 +121,11 @@ func (s *search) examineRest(ctx context.Context, g *group) error {
 }
 
 func openProcesses(root string, host *Host) (*processes, error) {
-	id, err := idOf(host.file)
-	if err != nil {
-		return nil, fmt.Errorf("looking at the host's netns: %w", err)
-	}
 	dir, err := openat(unix.AT_FDCWD, root, unix.O_RDONLY|unix.O_DIRECTORY)
 	if err != nil {
 		return nil, fmt.Errorf("opening %s: %w", root, err)
 	}
-	return &processes{root: root, dir: dir, host: id, groups: map[nsID]*group{}, buf: make([]byte, maxCgroup)}, nil
+	return &processes{root: root, dir: dir, host: host.id, groups: map[nsID]*group{}, buf: make([]byte, maxCgroup)}, nil
 }
 
 func (p *processes) close() {
@@ -221,10 +212,4 @@ func (p *processes) skip(err error) {
 	if errors.Is(err, unix.EACCES) || errors.Is(err, unix.EPERM) {
 		p.hidden++
 	}
-}
-
-func idOf(f *os.File) (nsID, error) {
-	var st unix.Stat_t
-	err := control(f, func(fd int) error { return unix.Fstat(fd, &st) })
-	return nsID{dev: st.Dev, ino: st.Ino}, err
 }

@@ -7,13 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
-
-	"golang.org/x/sys/unix"
 )
 
 // maxReasons bounds what is kept of a pod about netns that are not its own.
@@ -48,7 +45,7 @@ type pursuit struct {
 func (f *Finder) newSearch(wanted []Wanted) *search {
 	s := &search{
 		Finder:   f,
-		surveyor: newSurveyor(f.host),
+		surveyor: newSurveyor(f.host, f.sockets),
 		pods:     make(map[string]*pursuit, len(wanted)),
 		byIP:     make(map[netip.Addr][]*pursuit, 2*len(wanted)),
 		owner:    make(map[Key]*pursuit, len(wanted)),
@@ -243,23 +240,4 @@ func (p *pursuit) dispute(why error) error {
 		return nil
 	}
 	return n.Close()
-}
-
-// openNetns opens a path that should be a netns. Should it be something else, such as a
-// named pipe, opening does not wait.
-func openNetns(path string) (*os.File, error) {
-	fd, err := openat(unix.AT_FDCWD, path, unix.O_RDONLY|unix.O_NONBLOCK)
-	if err != nil {
-		return nil, err
-	}
-	return os.NewFile(uintptr(fd), path), nil
-}
-
-func openat(dir int, path string, flags int) (int, error) {
-	for {
-		fd, err := unix.Openat(dir, path, flags|unix.O_CLOEXEC, 0)
-		if !errors.Is(err, unix.EINTR) {
-			return fd, err
-		}
-	}
 }

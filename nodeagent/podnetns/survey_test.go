@@ -4,6 +4,7 @@ package podnetns
 
 import (
 	"errors"
+	"fmt"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -51,10 +52,10 @@ func TestSurveyOfMany(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		null, own := openPath(t, "/dev/null"), openPath(t, "/proc/self/ns/net")
-		files, want = append(files, null, n.File(), own), append(want, n.Key())
+		mnt, own := openPath(t, "/proc/self/ns/mnt"), openPath(t, "/proc/self/ns/net")
+		files, want = append(files, mnt, n.File(), own), append(want, n.Key())
 	}
-	all := newSurveyor(host).survey(files...)
+	all := newSurveyor(host, rawnetlink.New()).survey(files...)
 	for i, v := range all {
 		switch i % 3 {
 		case 0:
@@ -78,8 +79,36 @@ func TestSurveyOfMany(t *testing.T) {
 	if after := descriptorCount(t); after != before {
 		t.Errorf("%d descriptors before, %d after", before, after)
 	}
-	if none := newSurveyor(host).survey(); len(none) != 0 {
+	if none := newSurveyor(host, rawnetlink.New()).survey(); len(none) != 0 {
 		t.Errorf("of no file: %v", none)
+	}
+}
+
+// What is no namespace at all is never entered.
+func TestOpenNetnsRefuses(t *testing.T) {
+	netnstest.Require(t)
+	host, err := OpenHost()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer host.Close()
+	pidfd, err := unix.PidfdOpen(os.Getpid(), 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(pidfd)
+	before := descriptorCount(t)
+	for _, path := range []string{"/dev/null", "/proc/self/status", t.TempDir()} {
+		if f, _, err := host.openNetns(unix.AT_FDCWD, path); f != nil || !errors.Is(err, ErrNotNetns) {
+			t.Errorf("%s: got %v, %v, want %v", path, f, err, ErrNotNetns)
+		}
+	}
+	// setns would take a pidfd. Many kernels, and many users, cannot even open it again.
+	if f, _, err := host.openNetns(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", pidfd)); err == nil {
+		t.Errorf("a pidfd was opened as %v", f.Name())
+	}
+	if after := descriptorCount(t); after != before {
+		t.Errorf("%d descriptors before, %d after", before, after)
 	}
 }
 
@@ -92,7 +121,7 @@ func TestSurveyThatCannotReturn(t *testing.T) {
 	}
 	before := descriptorCount(t)
 	lost := &Host{file: pod.home, key: host.key}
-	v := newSurveyor(lost).survey(file)[0]
+	v := newSurveyor(lost, rawnetlink.New()).survey(file)[0]
 	if !errors.Is(v.err, unix.EINVAL) || !strings.Contains(v.err.Error(), "returning to the host's netns") || v.netns != nil {
 		t.Errorf("got %v, %v", v.netns, v.err)
 	}
@@ -105,6 +134,11 @@ func TestSurveyThatCannotReturn(t *testing.T) {
 // ended neither: the number of its netns may be another's by now.
 func TestCandidateThatMoved(t *testing.T) {
 	netnstest.Require(t)
+	host, err := OpenHost()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer host.Close()
 	before := descriptorCount(t)
 	for name, test := range map[string]struct {
 		prepare func(dir string) error
@@ -124,7 +158,7 @@ func TestCandidateThatMoved(t *testing.T) {
 				t.Fatal(err)
 			}
 			c := candidate{pid: "17", dir: fd, group: &group{id: nsID{dev: 1, ino: 2}}}
-			if f, err := c.open(); err == nil || !strings.Contains(err.Error(), test.want) {
+			if f, err := c.open(host); err == nil || !strings.Contains(err.Error(), test.want) {
 				t.Errorf("got %v, %v; want an error with %q", f, err, test.want)
 			}
 		})
