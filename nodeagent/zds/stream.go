@@ -3,11 +3,10 @@
 package zds
 
 import (
-	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"net"
-	"os"
 	"slices"
 	"time"
 
@@ -15,17 +14,18 @@ import (
 )
 
 // stream is one proxy's connection. Its fields below wake are guarded by
-// Server.mu; conn is used by the goroutines of drive alone.
+// Server.mu; what conn reads and writes is the business of drive's goroutines.
 type stream struct {
 	conn  *net.UnixConn
 	since time.Time
-	wake  chan struct{} // holds a token when queue may have grown
+	wake  chan struct{} // holds a token when there may be something to send
 
-	queue    []*message // at most one add and one del a pod, and the snapshot's end
-	inFlight *message   // sent, or about to be, and not answered
-	answered bool       // whether the proxy has answered anything
-	ready    bool
-	acked    map[string]*pod // what the proxy has accepted, by UID
+	queue     []*message // to be sent: at most one add and one del a pod that is meant, and the snapshot's end
+	window    []*message // sent, or about to be, and not answered; the oldest first
+	finishing bool       // nothing can be sent any more
+	answered  bool       // whether the proxy has answered anything
+	ready     bool
+	acked     map[string]*pod // what the proxy has accepted, by UID
 }
 
 type kind string
@@ -43,19 +43,11 @@ type message struct {
 	outcome outcome // of a del
 }
 
-// reply is what the reader of a stream found: an answer, or why it ended.
-type reply struct {
-	nack string
-	err  error
-}
-
-var errUnsolicited = errors.New("the node proxy answered without having been asked")
-
 func readHello(conn *net.UnixConn, timeout time.Duration) error {
 	if err := conn.SetReadDeadline(time.Now().Add(timeout)); err != nil {
 		return fmt.Errorf("waiting for its hello: %w", err)
 	}
-	b, err := readPlain(conn)
+	b, err := readPlain(packet.NewReader(conn))
 	if err != nil {
 		return fmt.Errorf("waiting for its hello: %w", err)
 	}
@@ -66,8 +58,8 @@ func readHello(conn *net.UnixConn, timeout time.Duration) error {
 }
 
 // readPlain reads a packet that must not carry a descriptor.
-func readPlain(conn *net.UnixConn) ([]byte, error) {
-	b, file, err := packet.Read(conn)
+func readPlain(packets *packet.Reader) ([]byte, error) {
+	b, file, err := packets.Next()
 	if err != nil {
 		return nil, err
 	}
@@ -83,10 +75,11 @@ func (s *Server) join(conn *net.UnixConn, now time.Time) (st *stream, pods int) 
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	st = &stream{
-		conn:  conn,
-		since: now,
-		wake:  make(chan struct{}, 1),
-		acked: make(map[string]*pod),
+		conn:   conn,
+		since:  now,
+		wake:   make(chan struct{}, 1),
+		window: make([]*message, 0, maxInFlight),
+		acked:  make(map[string]*pod),
 	}
 	for _, p := range s.ordered() {
 		st.enqueue(&message{kind: addPod, uid: p.UID, pod: p})
@@ -97,145 +90,6 @@ func (s *Server) join(conn *net.UnixConn, now time.Time) (st *stream, pods int) 
 	return st, len(s.pods)
 }
 
-// drive sends the stream's messages one by one until something goes wrong. It
-// returns what, after its reader has ended too.
-func (s *Server) drive(ctx context.Context, st *stream) error {
-	replies := make(chan reply)
-	stop := make(chan struct{})
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		readReplies(st.conn, replies, stop)
-	}()
-	defer func() {
-		close(stop)
-		st.conn.Close()
-		<-ended
-	}()
-	for {
-		m := s.next(st)
-		if m == nil {
-			select {
-			case <-st.wake:
-				continue
-			case r := <-replies:
-				if r.err != nil {
-					return r.err
-				}
-				return errUnsolicited
-			case <-ctx.Done():
-				return ctx.Err()
-			}
-		}
-		r := s.exchange(st.conn, m, replies)
-		if errors.Is(r.err, os.ErrClosed) {
-			continue // the pod left the set since next: nothing was sent
-		}
-		if r.err != nil {
-			return fmt.Errorf("sending %s %s: %w", m.kind, m.uid, r.err)
-		}
-		if err := s.answer(st, m, r.nack); err != nil {
-			return err
-		}
-	}
-}
-
-func readReplies(conn *net.UnixConn, replies chan<- reply, stop <-chan struct{}) {
-	for {
-		var r reply
-		var b []byte
-		if b, r.err = readPlain(conn); r.err == nil {
-			r.nack, r.err = packet.DecodeResponse(b)
-		}
-		select {
-		case replies <- r:
-		case <-stop:
-			return
-		}
-		if r.err != nil {
-			return
-		}
-	}
-}
-
-// next takes the message to send off the queue, or returns nil. Adds of pods
-// that are no longer meant are skipped.
-func (s *Server) next(st *stream) *message {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	st.inFlight = nil
-	for len(st.queue) > 0 {
-		m := st.queue[0]
-		st.queue = st.queue[1:]
-		if m.kind == addPod && s.pods[m.uid] != m.pod {
-			continue
-		}
-		st.inFlight = m
-		return m
-	}
-	st.queue = nil
-	return nil
-}
-
-// exchange sends m and waits for its answer, for the ack timeout in total. The
-// error is os.ErrClosed if the pod's netns was closed before it was sent.
-func (s *Server) exchange(conn *net.UnixConn, m *message, replies <-chan reply) reply {
-	b, netns, err := m.encode()
-	if err != nil {
-		return reply{err: err}
-	}
-	timeout := time.NewTimer(s.ackTimeout)
-	defer timeout.Stop()
-	if err := conn.SetWriteDeadline(time.Now().Add(s.ackTimeout)); err != nil {
-		return reply{err: err}
-	}
-	if err := packet.Write(conn, b, netns); err != nil {
-		return reply{err: err}
-	}
-	select {
-	case r := <-replies:
-		return r
-	case <-timeout.C:
-		return reply{err: fmt.Errorf("no answer within %v", s.ackTimeout)}
-	}
-}
-
-func (m *message) encode() (b []byte, netns *os.File, err error) {
-	switch m.kind {
-	case addPod:
-		return m.pod.add, m.pod.netns, nil
-	case delPod:
-		b, err = encodeDel(m.uid)
-	case endSnapshot:
-		b, err = encodeSnapshotSent()
-	}
-	return b, nil, err
-}
-
-// answer takes in what the proxy said to m. An error ends the stream.
-func (s *Server) answer(st *stream, m *message, nack string) error {
-	switch m.kind {
-	case endSnapshot:
-		if nack != "" {
-			return fmt.Errorf("the node proxy refused the snapshot: %q", nack)
-		}
-		s.log.Info("node proxy has its snapshot", "accepted", s.completed(st))
-	case delPod:
-		s.deleted(st, m, nackError(m.uid, nack))
-	case addPod:
-		if nack == "" {
-			s.accepted(st, m.pod)
-			return nil
-		}
-		why := &NackError{UID: m.uid, Reason: nack}
-		if s.refused(st, m.pod, why) == unheard {
-			s.log.Warn("node proxy refused a pod that it was to take over",
-				"pod", m.pod.Namespace+"/"+m.pod.Name, "uid", m.uid, "err", why)
-		}
-	}
-	return nil
-}
-
 func nackError(uid, nack string) error {
 	if nack == "" {
 		return nil
@@ -243,31 +97,9 @@ func nackError(uid, nack string) error {
 	return &NackError{UID: uid, Reason: nack}
 }
 
-// completed marks the end of a snapshot of which the proxy accepted so many.
-func (s *Server) completed(st *stream) (accepted int) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	st.answered, st.ready = true, true
-	s.notify()
-	return len(st.acked)
-}
-
-func (s *Server) deleted(st *stream, m *message, err error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	st.answered = true
-	delete(st.acked, m.uid)
-	m.outcome.settle(err)
-	s.notify()
-}
-
 func (s *Server) accepted(st *stream, p *pod) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	st.answered = true
 	p.endings, p.strikes = 0, 0
 	st.acked[p.UID] = p
-	s.notify()
 	if st == s.newest() && s.pods[p.UID] == p {
 		p.outcome.settle(nil)
 	}
@@ -284,17 +116,18 @@ const (
 // refused takes a pod back from the proxy that refused it. Only the newest
 // proxy's word decides about the set: an old one may refuse what its successor
 // has taken over, and goes on serving what its successor refuses.
-func (s *Server) refused(st *stream, p *pod, why *NackError) audience {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	st.answered = true
+func (s *Server) refused(st *stream, p *pod, why error) audience {
 	delete(st.acked, p.UID)
-	switch now := s.pods[p.UID]; {
-	case now == nil:
+	if now := s.pods[p.UID]; now != p {
+		if st.hasSentDel(p.UID) {
+			return heard
+		}
+		// The proxy would try p again also beside the pod that has replaced it.
 		st.enqueueDel(p.UID)
+		if now != nil && st == s.newest() {
+			st.enqueueAdd(now)
+		}
 		return heard // by whoever took it out
-	case now != p:
-		return heard // what replaced it is queued
 	}
 	if st == s.newest() {
 		waits := !p.outcome.settled
@@ -324,14 +157,12 @@ func (s *Server) forget(st *stream) (removed *pod) {
 	defer s.mu.Unlock()
 	wasNewest := st == s.newest()
 	s.streams = slices.DeleteFunc(s.streams, func(o *stream) bool { return o == st })
-	pending := st.queue
-	if m := st.inFlight; m != nil {
-		pending = append(pending, m)
-		if m.kind == addPod {
-			removed = s.strike(st, m.pod)
-		}
+	// The proxy works on one message after the other: what came after the oldest
+	// has nothing to do with the end.
+	if len(st.window) > 0 && st.window[0].kind == addPod {
+		removed = s.strike(st, st.window[0].pod)
 	}
-	for _, m := range pending {
+	for m := range st.unanswered() {
 		if m.kind == delPod {
 			m.outcome.settle(nil) // the proxy's next snapshot lacks the pod
 		}
@@ -363,9 +194,9 @@ func (s *Server) strike(st *stream, p *pod) *pod {
 // promote tells a stream that has become the newest what it has missed. What
 // it serves although its successor refused it, it keeps until a Del.
 func (s *Server) promote(st *stream) {
-	queued := make(map[*pod]struct{}, len(st.queue)+1)
-	for _, m := range append(st.queue[:len(st.queue):len(st.queue)], st.inFlight) {
-		if m != nil && m.kind == addPod {
+	queued := make(map[*pod]struct{})
+	for m := range st.unanswered() {
+		if m.kind == addPod {
 			queued[m.pod] = struct{}{}
 		}
 	}
@@ -401,8 +232,33 @@ func (st *stream) dropAdd(uid string) {
 	st.queue = slices.DeleteFunc(st.queue, func(m *message) bool { return m.kind == addPod && m.uid == uid })
 }
 
+// hasSentDel says whether a del of the pod is under way.
+func (st *stream) hasSentDel(uid string) bool {
+	return slices.ContainsFunc(st.window, func(m *message) bool { return m.kind == delPod && m.uid == uid })
+}
+
+// unanswered returns the messages that are under way or queued, in their order.
+func (st *stream) unanswered() iter.Seq[*message] {
+	return func(yield func(*message) bool) {
+		for _, messages := range [][]*message{st.window, st.queue} {
+			for _, m := range messages {
+				if !yield(m) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// enqueue wakes the sender unless the window is full: it is woken then as that empties.
 func (st *stream) enqueue(m *message) {
 	st.queue = append(st.queue, m)
+	if len(st.window) < maxInFlight {
+		st.signal()
+	}
+}
+
+func (st *stream) signal() {
 	select {
 	case st.wake <- struct{}{}:
 	default:

@@ -3,7 +3,7 @@
 // Package zds hands the network namespaces of pods to the node proxy, over the
 // ZDS protocol that ztunnel speaks: the agent listens on a SOCK_SEQPACKET
 // socket, each proxy connects, gets a snapshot of every pod, and from then on
-// adds and dels, one at a time, each answered before the next.
+// adds and dels. Some of them, the window, are sent before they are answered.
 //
 // It owns the set of pods that node proxies are meant to have, and what each
 // connected proxy has said about them. It refuses to decide which pods those
@@ -12,16 +12,25 @@
 //
 // How it stays truthful:
 //
-//   - An answer belongs to the last message by order alone. After an answer
-//     that did not come in time the stream is closed; the proxy comes back and
-//     gets a fresh snapshot. A late answer is thus never taken for another's.
+//   - An answer belongs to the oldest message of the window by order alone:
+//     ztunnel reads a message only once it has answered the one before. After
+//     an answer that did not come in time the stream is closed; the proxy comes
+//     back and gets a fresh snapshot. A late answer is thus never taken for
+//     another's, and one that belongs to nothing ends the stream as well.
+//   - A message's time runs from when it became the oldest of the window. Were
+//     it to run from the send, a proxy could be cut off that takes each pod in
+//     time, for having been sent many.
 //   - A pod that the proxy refuses leaves the set and is taken back with a del,
-//     since the proxy keeps the descriptor and tries again by itself otherwise.
-//     A pod whose add ends one stream after the other leaves it as well.
-//   - A del goes out only after the snapshot has ended: ztunnel's workload
-//     manager ends on one before that.
-//   - Every stream has a goroutine and a queue of its own, and no lock is held
-//     across I/O: a slow proxy delays nobody but those who wait for it.
+//     since the proxy keeps the descriptor and tries again by itself otherwise,
+//     whatever else was sent by then.
+//   - A pod whose add ends one stream after the other leaves the set as well.
+//     That is the oldest of the window, once all answers that came have been
+//     taken in. The others have no part in it: the next snapshot has them.
+//   - A del goes out only after the snapshot's end was answered: ztunnel's
+//     workload manager ends on one before that.
+//   - Every stream has a queue, and a goroutine that sends and one that takes in
+//     the answers, of its own, and no lock is held across I/O: a slow proxy
+//     delays nobody but those who wait for it.
 //
 // While several proxies are connected, as during an upgrade of ztunnel, each
 // has had its own snapshot, adds go to the newest one, dels to all. If the
@@ -192,7 +201,7 @@ func (s *Server) serve(ctx context.Context, conn net.Conn) {
 	}
 	st, pods := s.join(unixConn, time.Now())
 	s.log.Info("node proxy connected", "snapshot", pods)
-	err := s.drive(ctx, st)
+	err := s.drive(st)
 	s.leave(st)
 	if ctx.Err() != nil {
 		s.log.Info("node proxy disconnected", "reason", "the agent stops")

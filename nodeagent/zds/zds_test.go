@@ -203,7 +203,7 @@ func TestLateAck(t *testing.T) {
 		t.Fatal("a late ack was taken for an answer")
 	}
 	if late.State().Seen(zdstest.Add, pod(2).UID) {
-		t.Error("the next add was sent before the answer to the one before it")
+		t.Error("the proxy took the next add though it could not answer the one before it")
 	}
 
 	fresh := s.readyPeer(nil)

@@ -76,18 +76,29 @@ func write(c *net.UnixConn, b, oob []byte) error {
 	return nil
 }
 
-// Read returns the next packet and the descriptor that came with it, which is
-// the caller's to close, or nil. It returns io.EOF when the peer has closed.
-// An empty packet cannot be told from that and no ZDS message is empty.
-func Read(c *net.UnixConn) ([]byte, *os.File, error) {
+// Reader reads the packets of a connection, all into the same buffers.
+type Reader struct {
+	conn *net.UnixConn
+	b    []byte
+	oob  []byte
+}
+
+// NewReader returns a Reader of c's packets.
+func NewReader(c *net.UnixConn) *Reader {
 	// Room for two descriptors: the kernel's alignment leaves it anyway, and a
 	// second one must be received in order to be closed.
-	b, oob := make([]byte, MaxSize), make([]byte, unix.CmsgSpace(2*4))
-	n, oobn, flags, _, err := c.ReadMsgUnix(b, oob)
+	return &Reader{conn: c, b: make([]byte, MaxSize), oob: make([]byte, unix.CmsgSpace(2*4))}
+}
+
+// Next returns the next packet, valid until the next call, and the descriptor that came
+// with it, which is the caller's to close, or nil. It returns io.EOF when the peer has
+// closed. An empty packet cannot be told from that and no ZDS message is empty.
+func (r *Reader) Next() ([]byte, *os.File, error) {
+	n, oobn, flags, _, err := r.conn.ReadMsgUnix(r.b, r.oob)
 	if err != nil {
 		return nil, nil, err
 	}
-	file, err := descriptor(oob[:oobn])
+	file, err := descriptor(r.oob[:oobn])
 	if err != nil {
 		return nil, nil, err
 	}
@@ -97,8 +108,11 @@ func Read(c *net.UnixConn) ([]byte, *os.File, error) {
 	if n == 0 {
 		return nil, nil, errors.Join(io.EOF, closeFile(file))
 	}
-	return b[:n], file, nil
+	return r.b[:n], file, nil
 }
+
+// Read is Next for a single packet.
+func Read(c *net.UnixConn) ([]byte, *os.File, error) { return NewReader(c).Next() }
 
 // descriptor takes the single descriptor out of a packet's control messages,
 // or nil; of several it closes all, since an error leaves nobody to do so.

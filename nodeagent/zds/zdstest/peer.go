@@ -94,6 +94,7 @@ type Peer struct {
 	mu      sync.Mutex
 	events  []Event
 	pods    map[string]Event // accepted and not deleted
+	refused map[string]Event // refused and not deleted
 	ready   bool
 	err     error         // why the connection ended
 	changed chan struct{} // closed and replaced at every change of the above
@@ -119,6 +120,7 @@ func Dial(ctx context.Context, socket string, script Script) (*Peer, error) {
 		cancel:  cancel,
 		done:    make(chan struct{}),
 		pods:    make(map[string]Event),
+		refused: make(map[string]Event),
 		changed: make(chan struct{}),
 	}
 	go p.run(runCtx)
@@ -221,9 +223,14 @@ func (p *Peer) answer(ctx context.Context, e Event) error {
 		return nil
 	}
 	// Recorded first: whoever sees the agent act on the answer sees it here too.
-	if a.nack == "" {
-		p.update(func() { p.accept(e) })
-	}
+	p.update(func() {
+		if a.nack == "" {
+			p.accept(e)
+		} else if e.Kind == Add {
+			delete(p.pods, e.UID)
+			p.refused[e.UID] = e
+		}
+	})
 	return SendAnswer(p.conn, a.nack)
 }
 
@@ -233,6 +240,7 @@ func (p *Peer) accept(e Event) {
 		p.pods[e.UID] = e
 	case Del:
 		delete(p.pods, e.UID)
+		delete(p.refused, e.UID)
 	case SnapshotSent:
 		p.ready = true
 	}
@@ -250,8 +258,11 @@ func (p *Peer) update(f func()) {
 type State struct {
 	Events []Event          // everything received so far
 	Pods   map[string]Event // adds accepted and not deleted, by UID
-	Ready  bool             // SnapshotSent was accepted
-	Err    error            // why the connection ended; nil while it lasts
+	// Refused has adds refused and not deleted, by UID. Like ztunnel, which tries them
+	// again by itself, the peer forgets none of them for a later add that it accepts.
+	Refused map[string]Event
+	Ready   bool  // SnapshotSent was accepted
+	Err     error // why the connection ended; nil while it lasts
 }
 
 // Seen says whether an event of that kind and UID was received.
@@ -273,12 +284,12 @@ func (p *Peer) State() State {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	s := p.state()
-	s.Events, s.Pods = slices.Clone(s.Events), maps.Clone(s.Pods)
+	s.Events, s.Pods, s.Refused = slices.Clone(s.Events), maps.Clone(s.Pods), maps.Clone(s.Refused)
 	return s
 }
 
 func (p *Peer) state() State {
-	return State{Events: p.events, Pods: p.pods, Ready: p.ready, Err: p.err}
+	return State{Events: p.events, Pods: p.pods, Refused: p.refused, Ready: p.ready, Err: p.err}
 }
 
 // Await returns once cond holds. Its error is the context's, or the one that
