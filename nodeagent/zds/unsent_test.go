@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package zds
+
+import (
+	"errors"
+	"net"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+)
+
+// connection is one end of a connection of proxies' kind; the other end lives as long.
+func connection(t *testing.T) (net.Listener, *net.UnixConn) {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "zds.sock")
+	listener, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: path, Net: "unixpacket"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	proxy, err := net.DialUnix("unixpacket", nil, listener.Addr().(*net.UnixAddr))
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn, err := listener.AcceptUnix()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := errors.Join(proxy.Close(), conn.Close(), listener.Close()); err != nil {
+			t.Error(err)
+		}
+	})
+	return listener, conn
+}
+
+// TestAPodLeavesBeforeItsSend: a pod that leaves the set between next and the send, which has
+// closed its netns, is not sent, has no part in what the proxy answers, and is not struck.
+func TestAPodLeavesBeforeItsSend(t *testing.T) {
+	listener, conn := connection(t)
+	s, err := New(Config{Listener: listener})
+	if err != nil {
+		t.Fatal(err)
+	}
+	netns, err := os.Open("/proc/self/ns/net")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer netns.Close()
+	if err := s.Put(Workload{UID: "uid", Name: "web", Namespace: "shop", ServiceAccount: "web"}, netns); err != nil {
+		t.Fatal(err)
+	}
+	st, _ := s.join(conn, time.Now())
+	m := s.next(st)
+	if m == nil || m.kind != addPod {
+		t.Fatalf("the first message is %+v, want the pod's add", m)
+	}
+	s.delete("uid")
+	if err := m.send(conn); !errors.Is(err, os.ErrClosed) {
+		t.Fatalf("sending the add: %v, want %v", err, os.ErrClosed)
+	}
+	if !s.unsent(st, m) {
+		t.Error("the add was not in the window")
+	}
+	if next := s.next(st); next == nil || next.kind != endSnapshot || st.window[0] != next {
+		t.Errorf("the next message is %+v, want the snapshot's end, as the oldest", next)
+	}
+	s.leave(st)
+	if m.pod.endings != 0 || m.pod.strikes != 0 {
+		t.Errorf("the pod is charged with %d ends of streams, want none", m.pod.endings)
+	}
+}
