@@ -152,11 +152,10 @@ func (e *Enroller) auditProxy(p *enrolment, ns *podnetns.Netns, f *Finding) erro
 // and enrols it there: the file at its path is another netns, and the finder, which
 // trusts no path, has found it in one that is not the pinned one.
 func (e *Enroller) hasMoved(ctx context.Context, p *enrolment, ns *podnetns.Netns, f *Finding) bool {
-	file := p.place.keptFile()
-	if file == "" {
+	if p.place.path == "" {
 		return false
 	}
-	if there, err := ns.IsAt(file); err != nil || there {
+	if there, err := ns.IsAt(p.place.path); err != nil || there {
 		return false // no file there means that the runtime takes the pod down
 	}
 	uid := p.pod.UID
@@ -180,6 +179,6 @@ func (e *Enroller) follow(ctx context.Context, p *enrolment, to *podnetns.Netns)
 		return errors.Join(err, to.Close())
 	}
 	where := p.place
-	where.key, where.path = to.Key(), to.Path()
+	where.key = to.Key()
 	return e.enrolRunningIn(ctx, p.pod, where, to, e.remember)
 }

@@ -32,34 +32,19 @@ type Finder interface {
 // withdrawn, changed options are applied in place. What fails is tried again with a
 // growing pause, until it succeeds or the pod is gone.
 func (e *Enroller) Run(ctx context.Context) error {
-	again, looked := retries{}, scouts{}
+	again := retries{}
 	for {
 		e.converge(ctx, again)
-		if !e.awaitWork(ctx, again, looked) {
-			return nil
-		}
-	}
-}
-
-// awaitWork returns true when there may be something to converge, and false when ctx has
-// ended. If that takes a while it looks where other pods run.
-func (e *Enroller) awaitWork(ctx context.Context, again retries, looked scouts) bool {
-	due := time.NewTimer(again.pause(time.Now()))
-	defer due.Stop()
-	rest := time.NewTimer(scoutRest)
-	defer rest.Stop()
-	for {
+		timer := time.NewTimer(again.pause(time.Now()))
 		select {
 		case <-ctx.Done():
-			return false
-		case <-rest.C:
-			e.scout(ctx, looked)
-			continue
+			timer.Stop()
+			return nil
 		case <-e.cfg.Inventory.Changed():
 		case <-e.wake:
-		case <-due.C:
+		case <-timer.C:
 		}
-		return true
+		timer.Stop()
 	}
 }
 
@@ -93,7 +78,6 @@ type plan struct {
 	reapply  []workload.Pod    // enrolled, with options that have changed
 	withdraw map[string]string // UID to the reason
 	stale    []workload.Pod    // out of the mesh, with an object that shows something else
-	forget   []string          // UIDs of pods outside the mesh that no DEL will tell of
 }
 
 // plan compares the inventory with what is enrolled. A pod whose ADD is at work
@@ -128,11 +112,6 @@ func (e *Enroller) plan(l listing) plan {
 			p.withdraw[uid] = "its object is gone"
 		}
 	}
-	for uid := range e.places {
-		if _, ok := l.pod(uid); !ok && e.isUnattached(uid) {
-			p.forget = append(p.forget, uid)
-		}
-	}
 	for uid := range e.withheld {
 		if _, ok := l.pod(uid); !ok {
 			delete(e.withheld, uid)
@@ -163,9 +142,6 @@ func (e *Enroller) converge(ctx context.Context, again retries) {
 	work := newWork()
 	for uid, reason := range p.withdraw {
 		work.do(uid, func() error { return e.leave(ctx, uid, reason) })
-	}
-	for _, uid := range p.forget {
-		work.do(uid, func() error { return e.forget(ctx, uid) })
 	}
 	for _, pod := range p.reapply {
 		work.do(pod.UID, func() error { return e.reapply(ctx, pod) })
@@ -224,7 +200,7 @@ func (e *Enroller) expectProbes(ctx context.Context, pods []workload.Pod, found 
 	}
 	done, err := e.cfg.Probes.Expect(ctx, func(yield func([]netip.Addr, []uint16) bool) {
 		for _, pod := range pods {
-			if ns, ok := found[pod.UID]; ok && !yield(e.placeOf(pod, ns).ips, pod.Probes) {
+			if ns, ok := found[pod.UID]; ok && !yield(e.placeOf(pod, ns.Key()).ips, pod.Probes) {
 				return
 			}
 		}
@@ -266,7 +242,7 @@ func (e *Enroller) enrolFound(ctx context.Context, pod workload.Pod, ns *podnetn
 	if e.hasEnded(pod.UID, ns.Key()) {
 		return errors.Join(fmt.Errorf("its sandbox has ended: %w", podnetns.ErrNotFound), ns.Close())
 	}
-	return e.enrolRunningIn(ctx, pod, e.placeOf(pod, ns), ns, record)
+	return e.enrolRunningIn(ctx, pod, e.placeOf(pod, ns.Key()), ns, record)
 }
 
 // enrolRunningIn enrols a running pod in its place, which ns is, or not at all. The
@@ -289,14 +265,13 @@ func (e *Enroller) enrolRunningIn(ctx context.Context, pod workload.Pod, where p
 }
 
 // placeOf is where a running pod was found. What was recorded of that netns counts.
-func (e *Enroller) placeOf(pod workload.Pod, ns *podnetns.Netns) place {
+func (e *Enroller) placeOf(pod workload.Pod, key podnetns.Key) place {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	where, ok := e.places[pod.UID]
-	if !ok || where.key != ns.Key() {
-		where = place{namespace: pod.Namespace, name: pod.Name, key: ns.Key()}
+	if !ok || where.key != key {
+		where = place{namespace: pod.Namespace, name: pod.Name, key: key}
 	}
-	where.path = ns.Path()
 	if len(pod.IPs) > 0 {
 		where.ips = pod.IPs
 	}

@@ -3,7 +3,6 @@
 package enroll
 
 import (
-	"context"
 	"net/netip"
 
 	corev1 "k8s.io/api/core/v1"
@@ -19,7 +18,7 @@ import (
 // pod's enrolment: a pod that leaves the mesh while it runs may come back.
 type place struct {
 	namespace, name string
-	path            string // of the netns, where the runtime keeps it or at a process; empty if unknown
+	path            string // of the netns, where the runtime keeps it; empty if unknown
 	key             podnetns.Key
 	ips             []netip.Addr
 	kept            bool // enrolled while it ran, with its established connections kept
@@ -173,27 +172,4 @@ func (e *Enroller) forgetPlace(uid string) {
 	delete(e.places, uid)
 	e.mu.Unlock()
 	e.remember(uid)
-}
-
-// isUnattached tells whether the pod is outside the mesh and has no attachment whose DEL is
-// to come. The caller holds Enroller.mu.
-func (e *Enroller) isUnattached(uid string) bool {
-	_, enrolled := e.pods[uid]
-	return !enrolled && len(e.attachments.ofPod[uid]) == 0
-}
-
-// forget lets go of the place of a pod whose object is gone, unless its ADD has come meanwhile.
-func (e *Enroller) forget(ctx context.Context, uid string) error {
-	release, err := e.turns.take(ctx, uid)
-	if err != nil {
-		return &StepError{Step: stepTurn, Err: err}
-	}
-	defer release()
-	e.mu.Lock()
-	gone := e.isUnattached(uid)
-	e.mu.Unlock()
-	if gone {
-		e.forgetPlace(uid)
-	}
-	return nil
 }

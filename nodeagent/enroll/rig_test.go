@@ -158,7 +158,17 @@ func (r *rig) proxy(t *testing.T, script zdstest.Script) *zdstest.Peer {
 	must(t, err)
 	t.Cleanup(func() { must(t, peer.Close()) })
 	must(t, peer.AwaitReady(t.Context()))
-	return peer
+	for { // the peer's answers are under way yet
+		changed := r.proxies.Changed()
+		if peers := r.proxies.Peers(); len(peers) > 0 && peers[0].Ready {
+			return peer
+		}
+		select {
+		case <-changed:
+		case <-t.Context().Done():
+			t.Fatal("the proxy is not ready")
+		}
+	}
 }
 
 // hangUp ends a proxy's connection and waits until the agent knows.

@@ -99,6 +99,9 @@ func nackError(uid, nack string) error {
 
 func (s *Server) accepted(st *stream, p *pod) {
 	p.endings, p.strikes = 0, 0
+	if st.takesBack(p.UID) {
+		return // a del is under way; the add behind it is what counts
+	}
 	st.acked[p.UID] = p
 	if st == s.newest() && s.pods[p.UID] == p {
 		p.outcome.settle(nil)
@@ -235,6 +238,16 @@ func (st *stream) dropAdd(uid string) {
 // hasSentDel says whether a del of the pod is under way.
 func (st *stream) hasSentDel(uid string) bool {
 	return slices.ContainsFunc(st.window, func(m *message) bool { return m.kind == delPod && m.uid == uid })
+}
+
+// takesBack says whether a del of the pod is yet to be answered.
+func (st *stream) takesBack(uid string) bool {
+	for m := range st.unanswered() {
+		if m.kind == delPod && m.uid == uid {
+			return true
+		}
+	}
+	return false
 }
 
 // unanswered returns the messages that are under way or queued, in their order.
