@@ -370,3 +370,28 @@ func TestDelAndAddInFlightBehindARefusal(t *testing.T) {
 		t.Errorf("%s is not acked", pod(1).UID)
 	}
 }
+
+// TestAddDoesNotEndBeforeADelOfThePod: an add that was sent behind a refused one of the same
+// pod is accepted, and then taken back with it. The Add ends with the answer to the add that
+// follows.
+func TestAddDoesNotEndBeforeADelOfThePod(t *testing.T) {
+	s := start(t, patient)
+	p := s.readyByHand()
+	_ = s.adding(s.ctx, 1)
+	p.expects(addOf(1))
+	ns := netnstest.New(t)
+	second := make(chan error, 1)
+	go func() { second <- s.Add(s.ctx, pod(1), ns.File()) }()
+	p.expects(addOf(1))
+	p.nacks()
+	p.expects(delOf(1), addOf(1))
+	p.acks(2) // the successor's first add, and the del
+	p.nacks() // its second add
+	var nack *zds.NackError
+	if err := <-second; !errors.As(err, &nack) {
+		t.Errorf("Add = %v, want the refusal of the pod's last add", err)
+	}
+	if s.Acked(pod(1).UID) || s.Holds(pod(1).UID) {
+		t.Error("the pod is with the proxy, or in the set, after its refusal")
+	}
+}
