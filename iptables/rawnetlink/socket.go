@@ -33,7 +33,8 @@ const maxAnswer = ShortAnswer
 const bufferSize = 2 * maxDatagram
 
 // maxIdle bounds how many buffers are kept while no socket uses them. A sync.Pool would let go of them at each garbage
-// collection: with the little else that the agent holds, they were what made the next one due.
+// collection, and with the little else that the agent allocates, making them anew is a good part of what makes the next
+// one due.
 const maxIdle = 16
 
 // maxClosing bounds how many calls of Close may be at work in the background.

@@ -15,8 +15,7 @@ type Runtime interface {
 }
 
 // fromRuntime tries the paths that the container runtime names, the likeliest of each pod
-// first. A runtime that does not
-// answer ends nothing: the processes are looked at next.
+// first. A runtime that does not answer ends nothing: the processes are looked at next.
 func (s *search) fromRuntime(ctx context.Context) error {
 	if s.runtime == nil {
 		return nil
