@@ -73,8 +73,8 @@ type Wanted struct {
 	UID string // as the kubelet names cgroups by it
 	// IPs are the pod's addresses. Without any only a record leads to the netns.
 	IPs []netip.Addr
-	// NetnsPath and Key are from the record that the pod's ADD left, or from [Netns.Path]
-	// and [Netns.Key] of an earlier search, if there is either. The path is one of the host's.
+	// NetnsPath and Key are from the record that the pod's ADD left, if there is one. The path is
+	// one of the host's.
 	NetnsPath string
 	Key       Key
 }
@@ -89,7 +89,7 @@ type Wanted struct {
 // recorded key. Then where the container runtime says, if there is one to ask. Then at
 // the processes, in one pass for all pods: a process' cgroup says which pod it belongs to.
 // Last at the netns that the runtimes keep as files, for pods without a process, as runtimes
-// leave them that have no infra container. [Netns.Path] says where each one was found.
+// leave them that have no infra container.
 //
 // Neither a path nor a cgroup is proof: paths are used again, and a process of one pod
 // may have entered the netns of another, or the host's. So a netns is returned only if

@@ -179,6 +179,10 @@ func (h *Host) openNetns(dir int, path string) (*os.File, nsID, error) {
 	if err == nil && id.dev != h.id.dev {
 		err = ErrNotNetns
 	}
+	if err == nil {
+		// Left as it is, the file would be offered to the runtime's poller, which takes no namespaces.
+		_, err = unix.FcntlInt(uintptr(fd), unix.F_SETFL, 0)
+	}
 	if err != nil {
 		return nil, nsID{}, errors.Join(err, unix.Close(fd))
 	}

@@ -132,7 +132,6 @@ func (s *search) judge(with *surveyor, batch []lead) {
 func (s *search) follow(l lead, v surveyed) error {
 	err := l.confirm(s, v)
 	if err == nil {
-		v.netns.path = l.path()
 		err = s.claim(l.wanted(), v.netns)
 	}
 	if err != nil && v.netns != nil {

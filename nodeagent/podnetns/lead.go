@@ -16,8 +16,6 @@ type lead interface {
 	wanted() *pursuit
 	// name says what it is, in the error of a pod that has no netns.
 	name() string
-	// path is what [Netns.Path] is of a netns found by it.
-	path() string
 	// open opens the netns, and gives up what the lead itself keeps open.
 	open(host *Host) (*os.File, error)
 	// confirm says why what it led to is not the pod's. The caller holds s.claiming.
@@ -28,36 +26,34 @@ type lead interface {
 type pathLead struct {
 	pod    *pursuit
 	source string // who says so
-	given  string // the path, as a path of the host's
-	here   string // where that is for the agent
+	path   string // where it is for the agent
 	key    Key    // what is recorded of the netns; zero if nothing is
 }
 
 func (l pathLead) wanted() *pursuit { return l.pod }
 func (l pathLead) name() string     { return l.source }
-func (l pathLead) path() string     { return l.given }
 
 func (l pathLead) open(host *Host) (*os.File, error) {
-	file, _, err := host.openNetns(unix.AT_FDCWD, l.here)
+	file, _, err := host.openNetns(unix.AT_FDCWD, l.path)
 	if err != nil {
-		return nil, fmt.Errorf("opening %s: %w", l.here, err)
+		return nil, fmt.Errorf("opening %s: %w", l.path, err)
 	}
 	return file, nil
 }
 
 func (l pathLead) confirm(_ *search, v surveyed) error {
 	if v.err != nil {
-		return fmt.Errorf("%s: %w", l.here, v.err)
+		return fmt.Errorf("%s: %w", l.path, v.err)
 	}
 	recorded := l.key != Key{}
 	if recorded && v.netns.key != l.key {
-		return fmt.Errorf("%s is netns %s now, the recorded one was %s", l.here, v.netns.key, l.key)
+		return fmt.Errorf("%s is netns %s now, the recorded one was %s", l.path, v.netns.key, l.key)
 	}
 	if recorded && len(l.pod.IPs) == 0 {
 		return nil
 	}
 	if err := holds(v.held, l.pod.IPs); err != nil {
-		return fmt.Errorf("%s: %w", l.here, err)
+		return fmt.Errorf("%s: %w", l.path, err)
 	}
 	return nil
 }
@@ -72,9 +68,6 @@ type candidate struct {
 
 func (c candidate) wanted() *pursuit { return c.pod }
 func (c candidate) name() string     { return "process " + c.pid }
-
-// path is of the host's terms, wherever its processes show.
-func (c candidate) path() string { return DefaultProcRoot + "/" + c.pid + "/ns/net" }
 
 // open opens the netns that the process is in now, and gives the process up.
 func (c candidate) open(host *Host) (*os.File, error) {

@@ -20,18 +20,11 @@ type Netns struct {
 	file *os.File
 	home *os.File // where threads return to; owned by Host
 	key  Key
-	path string // that the finder came by
 	kept rawnetlink.Kept
 }
 
 // Key names the netns.
 func (n *Netns) Key() Key { return n.key }
-
-// Path returns the path by which the [Finder] came to the netns, and by which it can be
-// opened again as long as that is still the netns there, which the key tells. It is a path
-// of the host's: where /proc is another's, [FinderConfig.ProcRoot] stands for it. It is
-// "" for a netns that was adopted.
-func (n *Netns) Path() string { return n.path }
 
 // File returns the descriptor for handing the netns to another process. It
 // stays the Netns' own: the caller does not close it, and does not use it after

@@ -103,7 +103,6 @@ func (s *search) tryFile(path string, seen map[nsID]bool) ([]*pursuit, error) {
 	if len(pods) == 0 {
 		return nil, v.netns.Close()
 	}
-	v.netns.path = path
 	if err := s.claimFile(v.netns, id, pods); err != nil {
 		return pods, errors.Join(err, v.netns.Close())
 	}

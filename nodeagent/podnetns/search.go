@@ -195,11 +195,10 @@ func (s *search) fromRecords(ctx context.Context) error {
 // pathLead is the lead that a path of the host gives. The host's /proc, which Docker's
 // paths and those of processes are of, may show elsewhere here.
 func (s *search) pathLead(p *pursuit, source, path string, key Key) lead {
-	l := pathLead{pod: p, source: source, given: path, here: path, key: key}
 	if below, ok := strings.CutPrefix(path, DefaultProcRoot+"/"); ok {
-		l.here = filepath.Join(s.procRoot, below)
+		path = filepath.Join(s.procRoot, below)
 	}
-	return l
+	return pathLead{pod: p, source: source, path: path, key: key}
 }
 
 // claim gives the netns to the pod, which must be the one that a place leads to, have its

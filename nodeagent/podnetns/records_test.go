@@ -23,49 +23,30 @@ func (r runtimePaths) NetnsPaths(context.Context, []string) (map[string][]string
 	return r, nil
 }
 
-// paths looks for the wanted pods, each of which must be found by the path given here.
-func (n *node) paths(want map[string]string, wanted ...podnetns.Wanted) {
-	n.tb.Helper()
-	found, missing := n.finder().Find(n.tb.Context(), wanted)
-	for uid, err := range missing {
-		n.tb.Errorf("%s: %v", uid, err)
-	}
-	for uid, netns := range found {
-		if netns.Path() != want[uid] {
-			n.tb.Errorf("%s was found by %q, want %q", uid, netns.Path(), want[uid])
-		}
-		n.must(netns.Close())
-	}
-}
-
-// Where a netns was found is told in the host's terms, and leads there again.
-func TestPath(t *testing.T) {
+// A path of the host's leads to the pod, whoever names it: below /proc too, wherever that is
+// for the agent.
+func TestFindByPaths(t *testing.T) {
 	n := newNode(t)
 	own1, own2, own3 := n.netns("10.0.0.1"), n.netns("10.0.0.2"), n.netns("10.0.0.3")
-	if path := adopt(t, n.host, own1).Path(); path != "" {
-		t.Errorf("an adopted netns has the path %q", path)
-	}
 	pid1, pid2, file3 := n.process(own1, podCgroup(uid1)), n.process(own2, "/docker/2"), n.file(own3, "cni-3")
 	path1, path2 := "/proc/"+pid1+"/ns/net", "/proc/"+pid2+"/ns/net"
-	pod1, pod2, pod3 := wantedPod(uid1, "10.0.0.1"), wantedPod(uid2, "10.0.0.2"), wantedPod(uid3, "10.0.0.3")
 	n.runtime = runtimePaths{uid2: {file3, "/proc/1/ns/none", path2}}
-	n.paths(map[string]string{uid1: path1, uid2: path2, uid3: file3}, pod1, pod2, pod3)
+	want := map[string]any{uid1: own1, uid2: own2, uid3: own3}
+	n.check(want, wantedPod(uid1, "10.0.0.1"), wantedPod(uid2, "10.0.0.2"), wantedPod(uid3, "10.0.0.3"))
 
-	// As records the same paths suffice: there is neither another way nor another netns.
+	// As records the same paths suffice: there is no other way.
 	n.runtime, n.dirs = nil, nil
 	n.must(os.Remove(filepath.Join(n.proc, pid1, "cgroup")))
-	n.paths(map[string]string{uid1: path1, uid2: path2, uid3: file3},
-		n.recorded(uid1, path1, own1, "10.0.0.1"), n.recorded(uid2, path2, own2), n.recorded(uid3, file3, own3, "10.0.0.3"))
+	n.check(want, n.recorded(uid1, path1, own1, "10.0.0.1"), n.recorded(uid2, path2, own2), n.recorded(uid3, file3, own3, "10.0.0.3"))
 
 	// Where the host's /proc is the agent's own.
 	n.proc = podnetns.DefaultProcRoot
-	path := "/proc/" + n.realProcess(own1) + "/ns/net"
-	n.paths(map[string]string{uid1: path}, n.recorded(uid1, path, own1, "10.0.0.1"))
+	n.check(map[string]any{uid1: own1}, n.recorded(uid1, "/proc/"+n.realProcess(own1)+"/ns/net", own1, "10.0.0.1"))
 }
 
 // A PID is given again: what is at its path then counts no more than any other netns, and
 // the pod is looked for elsewhere.
-func TestPathOfProcessThatEnded(t *testing.T) {
+func TestRecordOfProcessThatEnded(t *testing.T) {
 	n := newNode(t)
 	own, older, other := n.netns("10.0.0.1"), n.netns("10.0.0.1"), n.netns("10.0.0.2")
 	again, gone := n.process(older, podCgroup(uid3)), n.process(other, podCgroup(uid3))
@@ -76,11 +57,11 @@ func TestPathOfProcessThatEnded(t *testing.T) {
 	n.check(map[string]any{uid1: "the recorded one was"}, n.recorded(uid1, pathAgain, own)) // without addresses
 
 	file := n.file(own, "cni-1")
-	n.paths(map[string]string{uid1: file}, n.recorded(uid1, pathAgain, own, "10.0.0.1"))
-	pid := n.process(own, podCgroup(uid1))
-	n.paths(map[string]string{uid1: "/proc/" + pid + "/ns/net"}, n.recorded(uid1, pathAgain, own, "10.0.0.1"))
+	n.check(map[string]any{uid1: own}, n.recorded(uid1, pathAgain, own, "10.0.0.1"))
+	n.process(own, podCgroup(uid1))
+	n.check(map[string]any{uid1: own}, n.recorded(uid1, pathAgain, own, "10.0.0.1"))
 	n.runtime = runtimePaths{uid1: {pathAgain + "x", file}}
-	n.paths(map[string]string{uid1: file}, n.recorded(uid1, pathGone, own, "10.0.0.1"))
+	n.check(map[string]any{uid1: own}, n.recorded(uid1, pathGone, own, "10.0.0.1"))
 }
 
 // More records than fit in one batch, good and bad ones side by side: each pod gets what
