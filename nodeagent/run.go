@@ -42,6 +42,16 @@ The configuration file is YAML. Its keys are the flags in camelCase; lists are Y
 // take a tenth longer. GOGC overrides it.
 const heapGrowth = 50
 
+// settleHeap ends the memory's time of growth. The list of all pods, read once, takes several times
+// of what is kept of it, which the runtime would give back within a minute or so; a node's
+// memory is short when many agents start at once, after it was booted.
+func settleHeap() {
+	if os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(heapGrowth)
+	}
+	debug.FreeOSMemory()
+}
+
 // runAgent is the command run.
 func runAgent(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	cfg, err := configure(args, stdout)
@@ -57,9 +67,7 @@ func runAgent(ctx context.Context, args []string, stdout, stderr io.Writer) erro
 	// Whoever reads the log may go before the agent does. A write to a pipe that is closed then fails;
 	// without this it would end the process (package os/signal, "SIGPIPE").
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
-	if os.Getenv("GOGC") == "" {
-		cfg.OnReady = func() { debug.SetGCPercent(heapGrowth) }
-	}
+	cfg.OnReady = settleHeap
 	cfg.Version = buildVersion()
 	cfg.Logger = newLogger(cfg, stderr)
 	return agent.Run(ctx, cfg)

@@ -259,11 +259,11 @@ func (p *parts) awaitReady(ctx context.Context) error {
 		}
 	}
 	p.ready.set()
+	p.cfg.Logger.Info("ready", "node", p.cfg.NodeName, "version", p.cfg.Version, "trust_domain", p.cfg.TrustDomain,
+		"redirection", p.backend.Name, "reason", p.backend.Reason, "cni_socket", p.cfg.CNISocketPath(), "http_addr", p.httpAddr())
 	if p.cfg.OnReady != nil {
 		p.cfg.OnReady()
 	}
-	p.cfg.Logger.Info("ready", "node", p.cfg.NodeName, "version", p.cfg.Version, "trust_domain", p.cfg.TrustDomain,
-		"redirection", p.backend.Name, "reason", p.backend.Reason, "cni_socket", p.cfg.CNISocketPath(), "http_addr", p.httpAddr())
 	return nil
 }
 
