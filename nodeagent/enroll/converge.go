@@ -270,7 +270,7 @@ func (e *Enroller) placeOf(pod workload.Pod, key podnetns.Key) place {
 	defer e.mu.Unlock()
 	where, ok := e.places[pod.UID]
 	if !ok || where.key != key {
-		where = place{namespace: pod.Namespace, name: pod.Name, key: key}
+		where = place{namespace: pod.Namespace, name: pod.Name, key: key, ips: where.ips} // it was looked for by these
 	}
 	if len(pod.IPs) > 0 {
 		where.ips = pod.IPs

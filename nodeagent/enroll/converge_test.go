@@ -262,6 +262,53 @@ func TestRestore(t *testing.T) {
 	}
 }
 
+// TestRestoreInAnotherNetns: a pod whose recorded netns is gone, and that is found in another
+// one, is enrolled there, and recorded there.
+func TestRestoreInAnotherNetns(t *testing.T) {
+	old := newRig(t)
+	old.proxy(t, nil)
+	pod := old.meshed("web", "web")
+	old.running(t, pod, 1)
+	known, _, err := old.records.All()
+	must(t, err)
+	known[0].Key.Cookie += 1 << 40 // another netns is at its path now
+	must(t, old.records.Put(known[0]))
+	ns := netnstest.New(t)
+	ns.Do(t, func() error {
+		lo, err := netlink.LinkByName("lo")
+		if err != nil {
+			return err
+		}
+		return netlink.AddrAdd(lo, &netlink.Addr{IPNet: netlink.NewIPNet(known[0].IPs[0].AsSlice())})
+	})
+	var key podnetns.Key
+	next := newRig(t, func(c *enroll.Config) {
+		c.Records, c.Pods, c.Inventory, c.ExistingConnections = old.records, old.pods, old.pods, enroll.ResetConnections
+		c.Finder, err = podnetns.NewFinder(podnetns.FinderConfig{
+			Host: c.Host, Holders: c.Pins, ProcRoot: t.TempDir(), NetnsDirs: []string{filepath.Dir(mounted(t, ns))},
+		})
+		must(t, err)
+		adopted, err := c.Host.Adopt(ns.File())
+		must(t, err)
+		key = adopted.Key()
+		must(t, adopted.Close())
+	})
+	_, err = next.Restore(t.Context())
+	must(t, err)
+	next.assertRules(t, ns)
+	if pods := next.Pods(); len(pods) != 1 || pods[0].Netns != key.String() {
+		t.Errorf("taken up are %+v, want the pod in netns %s", pods, key)
+	}
+	known, _, err = old.records.All()
+	must(t, err)
+	if len(known) != 1 || known[0].Key != key || known[0].NetnsPath != "" || !slices.Equal(known[0].IPs, []netip.Addr{netip.MustParseAddr("10.1.0.1")}) {
+		t.Errorf("the record is %+v, want netns %s, found without a path", known, key)
+	}
+	if finding, ok := next.Audit(t.Context(), pod.UID); !ok || finding.Err != nil || len(finding.Parts) > 0 {
+		t.Errorf("the audit says %+v, %t", finding, ok)
+	}
+}
+
 // TestRestoreIsQuietOfEndedPods: a pod that was deleted while no agent ran has no netns
 // any more, as it should be. One whose netns is not found though its object is there is told of.
 func TestRestoreIsQuietOfEndedPods(t *testing.T) {

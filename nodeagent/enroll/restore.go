@@ -98,10 +98,7 @@ func (e *Enroller) restorePod(ctx context.Context, pod workload.Pod, ns *podnetn
 		return errors.Join(&StepError{Step: stepTurn, Err: err}, ns.Close())
 	}
 	defer release()
-	e.mu.Lock()
-	where := e.places[pod.UID]
-	e.mu.Unlock()
-	p, err := e.prepare(pod, where)
+	p, err := e.prepare(pod, e.restoredPlace(pod, ns.Key()))
 	if err != nil {
 		return errors.Join(&StepError{Step: stepIdentity, Err: err}, ns.Close())
 	}
@@ -113,6 +110,18 @@ func (e *Enroller) restorePod(ctx context.Context, pod workload.Pod, ns *podnetn
 		return errors.Join(err, e.setDown(ctx, p))
 	}
 	return nil
+}
+
+// restoredPlace is the place that the pod's record tells of, or if another netns turned out to
+// be the pod's now, that one as a running pod's is.
+func (e *Enroller) restoredPlace(pod workload.Pod, key podnetns.Key) place {
+	e.mu.Lock()
+	where := e.places[pod.UID]
+	e.mu.Unlock()
+	if where.key == key {
+		return where
+	}
+	return e.placeOf(pod, key)
 }
 
 // setDown forgets a pod that could not be taken up, but for its rules.

@@ -9,21 +9,24 @@ import (
 	"path/filepath"
 	"testing"
 	"time"
+
+	"ambientd/nodeagent/zds/packet"
+	"ambientd/nodeagent/zds/zdspb"
 )
 
-// connection is one end of a connection of proxies' kind; the other end lives as long.
-func connection(t *testing.T) (net.Listener, *net.UnixConn) {
+// connection is a connection of proxies' kind, and the listener that it came by.
+func connection(t *testing.T) (listener *net.UnixListener, conn, proxy *net.UnixConn) {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "zds.sock")
 	listener, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: path, Net: "unixpacket"})
 	if err != nil {
 		t.Fatal(err)
 	}
-	proxy, err := net.DialUnix("unixpacket", nil, listener.Addr().(*net.UnixAddr))
+	proxy, err = net.DialUnix("unixpacket", nil, listener.Addr().(*net.UnixAddr))
 	if err != nil {
 		t.Fatal(err)
 	}
-	conn, err := listener.AcceptUnix()
+	conn, err = listener.AcceptUnix()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -32,13 +35,53 @@ func connection(t *testing.T) (net.Listener, *net.UnixConn) {
 			t.Error(err)
 		}
 	})
-	return listener, conn
+	return listener, conn, proxy
+}
+
+// TestAnswerIsReadLate: what the proxy answered in time counts, however late the agent reads it.
+func TestAnswerIsReadLate(t *testing.T) {
+	listener, conn, proxy := connection(t)
+	s, err := New(Config{Listener: listener})
+	if err != nil {
+		t.Fatal(err)
+	}
+	netns, err := os.Open("/proc/self/ns/net")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer netns.Close()
+	if err := s.Put(Workload{UID: "uid", Name: "web", Namespace: "shop", ServiceAccount: "web"}, netns); err != nil {
+		t.Fatal(err)
+	}
+	st, _ := s.join(conn, time.Now())
+	m := s.next(st)
+	ack, err := packet.Encode(&zdspb.WorkloadResponse{Payload: &zdspb.WorkloadResponse_Ack{Ack: &zdspb.Ack{}}})
+	if err := errors.Join(err, packet.Write(proxy, ack, nil), conn.SetReadDeadline(time.Now().Add(-time.Second))); err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- s.receiveAll(st) }()
+	select {
+	case <-m.pod.outcome.done:
+	case err := <-ended:
+		t.Fatalf("the stream ended with the answer unread: %v", err)
+	}
+	if err := proxy.CloseWrite(); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-ended; errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("the stream ended with %v, want the proxy's end", err)
+	}
+	s.leave(st)
+	if !st.answered || m.pod.endings != 0 || m.pod.strikes != 0 {
+		t.Errorf("the pod is charged with %d ends of streams, want none", m.pod.endings)
+	}
 }
 
 // TestAPodLeavesBeforeItsSend: a pod that leaves the set between next and the send, which has
 // closed its netns, is not sent, has no part in what the proxy answers, and is not struck.
 func TestAPodLeavesBeforeItsSend(t *testing.T) {
-	listener, conn := connection(t)
+	listener, conn, _ := connection(t)
 	s, err := New(Config{Listener: listener})
 	if err != nil {
 		t.Fatal(err)

@@ -25,6 +25,8 @@ const (
 	// refillAt is how far the window empties before its sender is woken to fill it: the
 	// proxy is not short of work before, and one wakeup then serves for many messages.
 	refillAt = maxInFlight / 2
+	// lastLook is the time to read an answer that is there.
+	lastLook = 100 * time.Millisecond
 )
 
 var errUnsolicited = errors.New("the node proxy answered without having been asked")
@@ -83,6 +85,7 @@ func (s *Server) next(st *stream) *message {
 		if m.kind == delPod && !st.ready {
 			return nil // ztunnel ends on a del before the end of its snapshot
 		}
+		st.queue[0] = nil // whoever holds the rest must not hold what was sent
 		st.queue = st.queue[1:]
 		if m.kind == addPod && s.pods[m.uid] != m.pod {
 			continue
@@ -153,6 +156,10 @@ func (s *Server) receiveAll(st *stream) error {
 			nack, err = readAnswer(answers)
 		}
 		if errors.Is(err, os.ErrDeadlineExceeded) {
+			s.lastLook(st)
+			nack, err = readAnswer(answers)
+		}
+		if errors.Is(err, os.ErrDeadlineExceeded) {
 			return s.overdue(st)
 		}
 		if err == nil {
@@ -170,6 +177,16 @@ func readAnswer(answers *packet.Reader) (nack string, err error) {
 		return "", err
 	}
 	return packet.DecodeResponse(b)
+}
+
+// lastLook gives the oldest message's answer the time to be read if it has come: on a node
+// that is too busy the agent itself may be what was late, and no pod may be struck for that.
+func (s *Server) lastLook(st *stream) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(st.window) > 0 {
+		_ = st.conn.SetReadDeadline(time.Now().Add(lastLook)) // as in expect
+	}
 }
 
 // overdue is the error of a stream whose oldest message has not been answered in time.
