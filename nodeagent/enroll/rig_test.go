@@ -220,17 +220,23 @@ func (r *rig) running(t *testing.T, pod workload.Pod, number int) *netnstest.NS 
 	req := request(podevent.CommandAdd, pod, "c-"+pod.Name)
 	req.IPs = []netip.Addr{netip.AddrFrom4([4]byte{10, 1, byte(number >> 8), byte(number)})}
 	req.NetnsPath = mounted(t, ns)
+	holding(t, ns, req.IPs[0])
+	if reply := r.Handle(t.Context(), req, ns.File()); reply.Error != nil {
+		t.Fatal(reply.Error)
+	}
+	return ns
+}
+
+// holding gives the netns an address.
+func holding(t *testing.T, ns *netnstest.NS, ip netip.Addr) {
+	t.Helper()
 	ns.Do(t, func() error {
 		lo, err := netlink.LinkByName("lo")
 		if err != nil {
 			return err
 		}
-		return netlink.AddrAdd(lo, &netlink.Addr{IPNet: netlink.NewIPNet(req.IPs[0].AsSlice())})
+		return netlink.AddrAdd(lo, &netlink.Addr{IPNet: netlink.NewIPNet(ip.AsSlice())})
 	})
-	if reply := r.Handle(t.Context(), req, ns.File()); reply.Error != nil {
-		t.Fatal(reply.Error)
-	}
-	return ns
 }
 
 // mounted is a file that is the netns, as container runtimes make one.

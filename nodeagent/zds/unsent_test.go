@@ -38,8 +38,9 @@ func connection(t *testing.T) (listener *net.UnixListener, conn, proxy *net.Unix
 	return listener, conn, proxy
 }
 
-// TestAnswerIsReadLate: what the proxy answered in time counts, however late the agent reads it.
-func TestAnswerIsReadLate(t *testing.T) {
+// oneAhead is a server's stream with the add of its one pod in the window, not sent.
+func oneAhead(t *testing.T) (s *Server, st *stream, add *message, proxy *net.UnixConn) {
+	t.Helper()
 	listener, conn, proxy := connection(t)
 	s, err := New(Config{Listener: listener})
 	if err != nil {
@@ -53,10 +54,19 @@ func TestAnswerIsReadLate(t *testing.T) {
 	if err := s.Put(Workload{UID: "uid", Name: "web", Namespace: "shop", ServiceAccount: "web"}, netns); err != nil {
 		t.Fatal(err)
 	}
-	st, _ := s.join(conn, time.Now())
-	m := s.next(st)
+	st, _ = s.join(conn, time.Now())
+	add = s.next(st)
+	if add == nil || add.kind != addPod {
+		t.Fatalf("the first message is %+v, want the pod's add", add)
+	}
+	return s, st, add, proxy
+}
+
+// TestAnswerIsReadLate: what the proxy answered in time counts, however late the agent reads it.
+func TestAnswerIsReadLate(t *testing.T) {
+	s, st, m, proxy := oneAhead(t)
 	ack, err := packet.Encode(&zdspb.WorkloadResponse{Payload: &zdspb.WorkloadResponse_Ack{Ack: &zdspb.Ack{}}})
-	if err := errors.Join(err, packet.Write(proxy, ack, nil), conn.SetReadDeadline(time.Now().Add(-time.Second))); err != nil {
+	if err := errors.Join(err, packet.Write(proxy, ack, nil), st.conn.SetReadDeadline(time.Now().Add(-time.Second))); err != nil {
 		t.Fatal(err)
 	}
 	ended := make(chan error, 1)
@@ -81,26 +91,9 @@ func TestAnswerIsReadLate(t *testing.T) {
 // TestAPodLeavesBeforeItsSend: a pod that leaves the set between next and the send, which has
 // closed its netns, is not sent, has no part in what the proxy answers, and is not struck.
 func TestAPodLeavesBeforeItsSend(t *testing.T) {
-	listener, conn, _ := connection(t)
-	s, err := New(Config{Listener: listener})
-	if err != nil {
-		t.Fatal(err)
-	}
-	netns, err := os.Open("/proc/self/ns/net")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer netns.Close()
-	if err := s.Put(Workload{UID: "uid", Name: "web", Namespace: "shop", ServiceAccount: "web"}, netns); err != nil {
-		t.Fatal(err)
-	}
-	st, _ := s.join(conn, time.Now())
-	m := s.next(st)
-	if m == nil || m.kind != addPod {
-		t.Fatalf("the first message is %+v, want the pod's add", m)
-	}
+	s, st, m, _ := oneAhead(t)
 	s.delete("uid")
-	if err := m.send(conn); !errors.Is(err, os.ErrClosed) {
+	if err := m.send(st.conn); !errors.Is(err, os.ErrClosed) {
 		t.Fatalf("sending the add: %v, want %v", err, os.ErrClosed)
 	}
 	if !s.unsent(st, m) {
