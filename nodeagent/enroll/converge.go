@@ -72,11 +72,16 @@ func (l listing) pod(uid string) (workload.Pod, bool) {
 	return l.pods[i], true
 }
 
+// objectGone is the reason of a withdrawal for that.
+const objectGone = "its object is gone"
+
 // plan is what separates the inventory from what is enrolled.
 type plan struct {
 	enrol    []workload.Pod
 	reapply  []workload.Pod    // enrolled, with options that have changed
 	withdraw map[string]string // UID to the reason
+	forget   []string          // UIDs of pods whose object is gone, and whose end no DEL will tell
+	over     []workload.Pod    // in the mesh, with a sandbox that has ended, and no other known
 	stale    []workload.Pod    // out of the mesh, with an object that shows something else
 }
 
@@ -96,8 +101,9 @@ func (e *Enroller) plan(l listing) plan {
 			p.withdraw[pod.UID] = decision.Reason
 		case known && e.changedOptions(current, pod):
 			p.reapply = append(p.reapply, pod)
-		case !known && decision.InMesh && e.isOver(pod.UID):
+		case !known && decision.InMesh && e.isOver(pod):
 			// Its object is there for a while yet, and its address may be another pod's by now.
+			p.over = append(p.over, pod)
 		case !known && decision.InMesh && !e.withheld[pod.UID]:
 			p.enrol = append(p.enrol, pod)
 		case !known && pod.Annotations[workload.AnnotationRedirection] != "":
@@ -109,7 +115,12 @@ func (e *Enroller) plan(l listing) plan {
 	}
 	for uid, current := range e.pods {
 		if _, ok := l.pod(uid); !ok && current.done {
-			p.withdraw[uid] = "its object is gone"
+			p.withdraw[uid] = objectGone
+		}
+	}
+	for uid := range e.places {
+		if _, ok := l.pod(uid); !ok && e.isLeft(uid) {
+			p.forget = append(p.forget, uid)
 		}
 	}
 	for uid := range e.withheld {
@@ -133,7 +144,7 @@ func (e *Enroller) converge(ctx context.Context, again retries) {
 		delete(again, uid)
 	}
 	p := e.plan(e.list())
-	again.keep(p.enrol)
+	again.keep(slices.Concat(p.enrol, p.over))
 	// As when an earlier agent ended between the withdrawal and the word of it: whoever believed
 	// the annotation would talk to the pod in a way that nobody there understands.
 	for _, pod := range p.stale {
@@ -142,6 +153,9 @@ func (e *Enroller) converge(ctx context.Context, again retries) {
 	work := newWork()
 	for uid, reason := range p.withdraw {
 		work.do(uid, func() error { return e.leave(ctx, uid, reason) })
+	}
+	for _, uid := range p.forget {
+		work.do(uid, func() error { return e.forgetLeft(ctx, uid) })
 	}
 	for _, pod := range p.reapply {
 		work.do(pod.UID, func() error { return e.reapply(ctx, pod) })
@@ -157,6 +171,10 @@ func (e *Enroller) converge(ctx context.Context, again retries) {
 		}
 	}
 	e.reportUnfound(again.unfound(p.enrol))
+	for _, pod := range again.due(p.over, time.Now()) {
+		again.note(pod.UID, podnetns.ErrNotFound, time.Now())
+	}
+	e.reportOver(again.unfound(p.over))
 }
 
 // reportUnfound tells of pods that run and are not found.
@@ -165,6 +183,18 @@ func (e *Enroller) reportUnfound(pods []workload.Pod) {
 		e.cfg.Logger.Warn("running pod stays outside the mesh: its network namespace is not found; the agent has to see the host's processes "+
 			"(--proc-root) and /var/run/netns", "pod", pod.String(), "uid", pod.UID)
 		e.cfg.Reporter.Event(pod, ReasonFailed, "it is outside the mesh: the agent does not find its network namespace")
+	}
+}
+
+// reportOver tells of pods that go on running, as their objects say, after their sandbox has ended.
+func (e *Enroller) reportOver(pods []workload.Pod) {
+	for _, pod := range pods {
+		if pod.Deleting {
+			continue
+		}
+		e.cfg.Logger.Warn("running pod stays outside the mesh: the runtime has ended its sandbox and told of no other; if it runs, delete it, so that it is made anew",
+			"pod", pod.String(), "uid", pod.UID)
+		e.cfg.Reporter.Event(pod, ReasonFailed, "it is outside the mesh: its sandbox has ended, as the runtime says, and the agent was told of no other")
 	}
 }
 
@@ -239,7 +269,7 @@ func (e *Enroller) enrolFound(ctx context.Context, pod workload.Pod, ns *podnetn
 	if _, meanwhile := e.enrolment(pod.UID); meanwhile || e.isWithheld(pod.UID) {
 		return ns.Close()
 	}
-	if e.hasEnded(pod.UID, ns.Key()) {
+	if e.hasEnded(pod, ns.Key()) {
 		return errors.Join(fmt.Errorf("its sandbox has ended: %w", podnetns.ErrNotFound), ns.Close())
 	}
 	return e.enrolRunningIn(ctx, pod, e.placeOf(pod, ns.Key()), ns, record)
@@ -295,7 +325,14 @@ func (e *Enroller) leave(ctx context.Context, uid, reason string) error {
 	e.attachments.setSkipped(uid, p.netns, reason)
 	e.mu.Unlock()
 	err = e.takeOut(ctx, p)
-	e.remember(uid)
+	e.mu.Lock()
+	over := reason == objectGone && e.isLeft(uid)
+	e.mu.Unlock()
+	if over {
+		e.forgetPlace(uid)
+	} else {
+		e.remember(uid)
+	}
 	e.cfg.Logger.Info("running pod withdrawn", "pod", p.pod.String(), "uid", uid, "netns", p.netns.String(), "reason", reason)
 	return err
 }

@@ -316,3 +316,40 @@ func TestAudit(t *testing.T) {
 		t.Error("a pod that is not enrolled was audited")
 	}
 }
+
+// TestRecordsOfGonePods: of a pod that no ADD has told of, nothing stays when its object is gone:
+// no DEL says so.
+func TestRecordsOfGonePods(t *testing.T) {
+	dir := t.TempDir()
+	r := newRig(t, func(c *enroll.Config) {
+		finder, err := podnetns.NewFinder(podnetns.FinderConfig{Host: c.Host, Holders: c.Pins, ProcRoot: t.TempDir(), NetnsDirs: []string{dir}})
+		must(t, err)
+		c.Finder = finder
+	})
+	r.proxy(t, nil)
+	r.follow(t)
+	for i, first := range []string{"", "off"} {
+		ns := netnstest.New(t)
+		name := fmt.Sprint("p", i)
+		pod := labelled(workload.Pod{
+			UID: "uid-" + name, Namespace: "shop", Name: name, ServiceAccount: "web", IPs: []netip.Addr{netip.AddrFrom4([4]byte{10, 1, 0, byte(1 + i)})},
+		}, "ambient")
+		holding(t, ns, pod.IPs[0])
+		path := filepath.Join(dir, pod.Name)
+		must(t, os.WriteFile(path, nil, 0o600))
+		must(t, unix.Mount(fmt.Sprintf("/proc/self/fd/%d", ns.File().Fd()), path, "", unix.MS_BIND, ""))
+		t.Cleanup(func() { must(t, unix.Unmount(path, unix.MNT_DETACH)) })
+		r.pods.put(pod)
+		r.await(t, r.allInState(1))
+		if first == "off" {
+			r.pods.put(labelled(pod, ""))
+			r.await(t, r.allInState(0))
+		}
+		r.pods.remove(pod)
+		r.await(t, func() bool {
+			left, _, err := r.records.All()
+			must(t, err)
+			return len(left) == 0
+		})
+	}
+}

@@ -182,12 +182,12 @@ type Enroller struct {
 	counts   counts        // of connections, for status
 
 	mu          sync.Mutex
-	pods        map[string]*enrolment   // by pod UID
-	places      map[string]place        // by pod UID, also of pods outside the mesh
-	withheld    map[string]bool         // by pod UID: withdrawn by an operator, to stay out
-	released    []string                // pod UIDs that are not withheld any more, for Run
-	ended       map[string]podnetns.Key // by pod UID: the netns of a sandbox whose last DEL came
-	changes     map[string]struct{}     // by pod UID: enrolled or withdrawn since Changes was called
+	pods        map[string]*enrolment // by pod UID
+	places      map[string]place      // by pod UID, also of pods outside the mesh
+	withheld    map[string]bool       // by pod UID: withdrawn by an operator, to stay out
+	released    []string              // pod UIDs that are not withheld any more, for Run
+	ended       map[string]ending     // by pod UID: a sandbox whose last DEL came
+	changes     map[string]struct{}   // by pod UID: enrolled or withdrawn since Changes was called
 	attachments attachments
 }
 
@@ -231,7 +231,7 @@ func New(cfg Config) (*Enroller, error) {
 		pods:        map[string]*enrolment{},
 		places:      map[string]place{},
 		withheld:    map[string]bool{},
-		ended:       map[string]podnetns.Key{},
+		ended:       map[string]ending{},
 		changes:     map[string]struct{}{},
 		attachments: newAttachments(),
 	}, nil

@@ -3,7 +3,9 @@
 package enroll
 
 import (
+	"context"
 	"net/netip"
+	"slices"
 
 	corev1 "k8s.io/api/core/v1"
 
@@ -138,31 +140,42 @@ func (e *Enroller) recall(r records.Record) {
 	}
 }
 
+// ending is a pod's sandbox that the runtime has ended.
+type ending struct {
+	netns podnetns.Key
+	ips   []netip.Addr // that the pod had there, if known
+}
+
 // end forgets a pod whose last attachment in the netns has ended. Its processes, and its
 // object, may be there for a while: it is not to be enrolled there again as a running
 // pod.
 func (e *Enroller) end(uid string, netns podnetns.Key) {
 	e.mu.Lock()
-	e.ended[uid] = netns
+	e.ended[uid] = ending{netns: netns, ips: e.places[uid].ips}
 	e.mu.Unlock()
 	e.forgetPlace(uid)
 }
 
-// isOver tells whether the runtime has ended the pod's only sandbox, and no ADD has told of
-// another since. The caller holds Enroller.mu.
-func (e *Enroller) isOver(uid string) bool {
-	_, ended := e.ended[uid]
-	_, runs := e.places[uid]
-	return ended && !runs
+// isOver tells whether the runtime has ended the pod's only sandbox, and nothing has told of
+// another since: no ADD, and no address that the pod has now and had not then. While no agent
+// ran, an ADD may have told nobody. The caller holds Enroller.mu.
+func (e *Enroller) isOver(pod workload.Pod) bool {
+	last, ended := e.ended[pod.UID]
+	_, runs := e.places[pod.UID]
+	if !ended || runs {
+		return false
+	}
+	hadNot := func(ip netip.Addr) bool { return !slices.Contains(last.ips, ip) }
+	return len(last.ips) == 0 || !slices.ContainsFunc(pod.IPs, hadNot)
 }
 
 // hasEnded tells whether the runtime has ended the pod's sandbox with that netns, or its only
 // one.
-func (e *Enroller) hasEnded(uid string, netns podnetns.Key) bool {
+func (e *Enroller) hasEnded(pod workload.Pod, netns podnetns.Key) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	key, ok := e.ended[uid]
-	return ok && key == netns || e.isOver(uid)
+	last, ok := e.ended[pod.UID]
+	return ok && last.netns == netns || e.isOver(pod)
 }
 
 // forgetPlace lets go of all that is known of a pod that does not run here any more.
@@ -172,4 +185,30 @@ func (e *Enroller) forgetPlace(uid string) {
 	delete(e.places, uid)
 	e.mu.Unlock()
 	e.remember(uid)
+}
+
+// isLeft tells whether a place is all that is left of a pod: it is not enrolled, and has no
+// attachment, whose DEL would tell of the pod's end. The caller holds Enroller.mu.
+func (e *Enroller) isLeft(uid string) bool {
+	_, enrolled := e.pods[uid]
+	return !enrolled && len(e.attachments.ofPod[uid]) == 0
+}
+
+// forgetLeft lets go of the place of a pod that has left nothing else, unless an ADD has come
+// meanwhile.
+func (e *Enroller) forgetLeft(ctx context.Context, uid string) error {
+	release, err := e.turns.take(ctx, uid)
+	if err != nil {
+		return &StepError{Step: stepTurn, Err: err}
+	}
+	defer release()
+	e.mu.Lock()
+	where, known := e.places[uid]
+	left := known && e.isLeft(uid)
+	e.mu.Unlock()
+	if left {
+		e.forgetPlace(uid)
+		e.cfg.Logger.Info("pod outside the mesh forgotten: its object is gone", "pod", where.namespace+"/"+where.name, "uid", uid)
+	}
+	return nil
 }

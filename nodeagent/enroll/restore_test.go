@@ -207,3 +207,64 @@ func (r *rig) generation(t *testing.T, ns *netnstest.NS) uint64 {
 	must(t, err)
 	return generation
 }
+
+// TestSandboxMadeAnewWhileAway: while no agent runs the runtime makes a pod a new sandbox, whose
+// ADD nobody is told of. Though the DEL of the old one is, the pod is enrolled in the new one.
+func TestSandboxMadeAnewWhileAway(t *testing.T) {
+	for _, c := range []struct{ name, before string }{{"labelled later", ""}, {"labelled before", "ambient"}} {
+		t.Run(c.name, func(t *testing.T) {
+			old := newRig(t)
+			old.proxy(t, nil)
+			pod := old.pods.put(labelled(workload.Pod{
+				UID: "uid-web", Namespace: "plain", Name: "web", ServiceAccount: "web", IPs: []netip.Addr{netip.MustParseAddr("10.1.0.1")},
+			}, c.before))
+			old.running(t, pod, 1)
+			known, _, err := old.records.All()
+			must(t, err)
+			known[0].NetnsPath += "-ended"
+			must(t, old.records.Put(known[0]))
+
+			ns := netnstest.New(t)
+			pod.IPs = []netip.Addr{netip.MustParseAddr("10.1.0.2")}
+			holding(t, ns, pod.IPs[0])
+			old.pods.put(pod)
+			next := newRig(t, func(cfg *enroll.Config) {
+				cfg.Records, cfg.Pods, cfg.Inventory, cfg.ExistingConnections = old.records, old.pods, old.pods, enroll.ResetConnections
+				cfg.Finder, err = podnetns.NewFinder(podnetns.FinderConfig{
+					Host: cfg.Host, Holders: cfg.Pins, ProcRoot: t.TempDir(), NetnsDirs: []string{filepath.Dir(mounted(t, ns))},
+				})
+				must(t, err)
+			})
+			next.pods = old.pods
+			_, err = next.Restore(t.Context())
+			must(t, err)
+			want(t, next.del(t.Context(), pod, "c-web", nil), podevent.ResultWithdrawn)
+			next.proxy(t, nil)
+			next.follow(t)
+			next.pods.put(labelled(pod, "ambient"))
+			next.await(t, next.allInState(1))
+			next.assertRules(t, ns)
+		})
+	}
+}
+
+// TestRestoreOfUnlabelledPod: a pod whose label went off while no agent ran is outside the mesh in
+// every respect.
+func TestRestoreOfUnlabelledPod(t *testing.T) {
+	old := newRig(t)
+	old.proxy(t, nil)
+	pod := old.meshed("web", "web")
+	ns := old.running(t, pod, 1)
+	old.pods.put(labelled(pod, ""))
+	next := old.restart(t)
+	assertNoRules(t, ns)
+	want(t, next.Handle(t.Context(), request(podevent.CommandCheck, pod, "c-web"), ns.File()), podevent.ResultSkipped)
+	if skipped := next.Skipped(); len(skipped) != 1 || skipped[0].Name != "web" {
+		t.Errorf("skipped are %+v, want the pod", skipped)
+	}
+	known, _, err := old.records.All()
+	must(t, err)
+	if len(known) != 1 || known[0].Skipped == "" || len(known[0].Attachments) != 1 {
+		t.Errorf("the records are %+v, want the pod's, as skipped", known)
+	}
+}

@@ -197,16 +197,19 @@ func (s *Server) strike(st *stream, p *pod) *pod {
 // promote tells a stream that has become the newest what it has missed. What
 // it serves although its successor refused it, it keeps until a Del.
 func (s *Server) promote(st *stream) {
-	queued := make(map[*pod]struct{})
+	coming := make(map[string]*pod) // by UID, once all is answered
 	for m := range st.unanswered() {
-		if m.kind == addPod {
-			queued[m.pod] = struct{}{}
+		switch m.kind {
+		case addPod:
+			coming[m.uid] = m.pod
+		case delPod:
+			delete(coming, m.uid) // also what the proxy has accepted, or will have, before it
 		}
 	}
 	for _, p := range s.ordered() {
-		if st.acked[p.UID] == p {
+		if st.acked[p.UID] == p && !st.takesBack(p.UID) {
 			p.outcome.settle(nil)
-		} else if _, ok := queued[p]; !ok {
+		} else if coming[p.UID] != p {
 			st.enqueue(&message{kind: addPod, uid: p.UID, pod: p})
 		}
 	}

@@ -31,7 +31,8 @@ func connection(t *testing.T) (listener *net.UnixListener, conn, proxy *net.Unix
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if err := errors.Join(proxy.Close(), conn.Close(), listener.Close()); err != nil {
+		_ = proxy.Close() // a test may have
+		if err := errors.Join(conn.Close(), listener.Close()); err != nil {
 			t.Error(err)
 		}
 	})
@@ -80,6 +81,30 @@ func TestAnswerIsReadLate(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := <-ended; errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("the stream ended with %v, want the proxy's end", err)
+	}
+	s.leave(st)
+	if !st.answered || m.pod.endings != 0 || m.pod.strikes != 0 {
+		t.Errorf("the pod is charged with %d ends of streams, want none", m.pod.endings)
+	}
+}
+
+// TestAnswerIsReadLateAfterTheEnd: neither does it matter that the proxy has ended meanwhile, with
+// messages unread.
+func TestAnswerIsReadLateAfterTheEnd(t *testing.T) {
+	s, st, m, proxy := oneAhead(t)
+	if err := errors.Join(m.send(st.conn), s.next(st).send(st.conn)); err != nil {
+		t.Fatal(err)
+	}
+	_, netns, err := packet.Read(proxy)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ack, err := packet.Encode(&zdspb.WorkloadResponse{Payload: &zdspb.WorkloadResponse_Ack{Ack: &zdspb.Ack{}}})
+	if err := errors.Join(err, netns.Close(), packet.Write(proxy, ack, nil), proxy.Close(), st.conn.SetReadDeadline(time.Now().Add(-time.Second))); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.receiveAll(st); errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Errorf("the stream ended with %v, want the proxy's end", err)
 	}
 	s.leave(st)

@@ -149,24 +149,32 @@ func (s *Server) expect(st *stream) {
 func (s *Server) receiveAll(st *stream) error {
 	answers := packet.NewReader(st.conn)
 	for {
-		nack, err := readAnswer(answers)
-		if errors.Is(err, unix.ECONNRESET) {
-			// The kernel tells first, and once, that the proxy has left messages
-			// unread, and only then what it had answered.
-			nack, err = readAnswer(answers)
-		}
-		if errors.Is(err, os.ErrDeadlineExceeded) {
-			s.lastLook(st)
-			nack, err = readAnswer(answers)
-		}
-		if errors.Is(err, os.ErrDeadlineExceeded) {
-			return s.overdue(st)
-		}
+		nack, err := s.nextAnswer(st, answers)
 		if err == nil {
 			err = s.answer(st, nack)
 		}
 		if err != nil {
 			return err
+		}
+	}
+}
+
+// nextAnswer reads the next answer, past two errors behind which there may be one.
+func (s *Server) nextAnswer(st *stream, answers *packet.Reader) (nack string, err error) {
+	for reset, late := false, false; ; {
+		nack, err = readAnswer(answers)
+		switch {
+		case errors.Is(err, unix.ECONNRESET) && !reset:
+			// The kernel tells first, and once, that the proxy has left messages
+			// unread, and only then what it had answered.
+			reset = true
+		case errors.Is(err, os.ErrDeadlineExceeded) && !late:
+			late = true
+			s.lastLook(st)
+		case errors.Is(err, os.ErrDeadlineExceeded):
+			return "", s.overdue(st)
+		default:
+			return nack, err
 		}
 	}
 }

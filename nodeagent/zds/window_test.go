@@ -395,3 +395,25 @@ func TestAddDoesNotEndBeforeADelOfThePod(t *testing.T) {
 		t.Error("the pod is with the proxy, or in the set, after its refusal")
 	}
 }
+
+// TestPromotedStreamTakesItBack: an add that is under way counts for nothing on a stream that
+// becomes the newest, if a del of the pod comes after it: the pod is added once more.
+func TestPromotedStreamTakesItBack(t *testing.T) {
+	s := start(t, patient)
+	p := s.readyByHand()
+	s.adding(s.ctx, 1)
+	p.expects(addOf(1))
+	second := s.adding(s.ctx, 1)
+	p.expects(addOf(1))
+	other := s.byHand()
+	p.nacks()
+	p.expects(delOf(1))
+	other.leaves()
+	p.acks(2) // the second add, the del
+	p.expects(addOf(1))
+	p.acks(1)
+	s.must(<-second)
+	if !s.Acked(pod(1).UID) {
+		t.Error("the pod is not with the proxy")
+	}
+}
