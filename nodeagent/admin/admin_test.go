@@ -461,6 +461,7 @@ func TestWriteTableTellsWhatWasRepaired(t *testing.T) {
 	}}
 	status.Pods[1].Audit.Error = "no memory"
 	status.Host.Audit = admin.AuditStatus{Repairs: 1, LastRepair: now, Repaired: []string{"set: missing"}}
+	status.ManifestProblems = []string{"/etc/ambientd/manifests/web.yaml: document 2: unknown\tfield"}
 	var got strings.Builder
 	if err := admin.WriteTable(&got, status, now); err != nil {
 		t.Fatal(err)
@@ -477,6 +478,9 @@ shop/web-0: repaired 2 times, last 1m0s ago: route: missing; rule: missing
 shop/web-0: a connection from the host to 10.0.0.2 arrives from 10.0.0.1, want 169.254.7.127 (1s ago)
 shop/web-1: cannot be compared or repaired: no memory
 the host's rule for probes: repaired once, last 0s ago: set: missing
+
+MANIFESTS THAT ARE NOT IN USE, OR NOT WHOLLY
+/etc/ambientd/manifests/web.yaml: document 2: unknown field
 `,
 	} {
 		if !strings.Contains(got.String(), want) {

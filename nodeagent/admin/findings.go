@@ -18,6 +18,9 @@ func WriteFindings(w io.Writer, r VerifyResult) error {
 			row(&page, "  "+probe.String())
 		}
 	}
+	if len(r.Pods) == 0 {
+		row(&page, "no pod is enrolled")
+	}
 	writeFinding(&page, "the host's rule for probes", r.Host.Differences, r.Host.Error)
 	if _, err := w.Write(page.Bytes()); err != nil {
 		return fmt.Errorf("writing what was found: %w", err)

@@ -137,6 +137,14 @@ the host's rule for probes: differed, and was repaired
 		t.Errorf("(-want +got)\n%s", diff)
 	}
 	wantError(t, admin.WriteFindings(failing{}, r), io.ErrShortWrite, "writing what was found")
+
+	got.Reset()
+	if err := admin.WriteFindings(&got, admin.VerifyResult{}); err != nil {
+		t.Fatal(err)
+	}
+	if want := "no pod is enrolled\nthe host's rule for probes: as it should be\n"; got.String() != want {
+		t.Errorf("without a pod: %q, want %q", got.String(), want)
+	}
 }
 
 func TestWithdrawAndEnrol(t *testing.T) {

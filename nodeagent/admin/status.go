@@ -41,6 +41,9 @@ type Status struct {
 	Identities  []IdentityStatus  `json:"identities"` // exactly the registered ones, sorted
 	Skipped     []SkippedStatus   `json:"skipped"`    // attached pods that are not in the mesh, sorted
 	Host        HostStatus        `json:"host,omitzero"`
+
+	// ManifestProblems are files that pods are read from and that are not in use, or not wholly, with why.
+	ManifestProblems []string `json:"manifestProblems,omitempty"`
 }
 
 // RedirectionStatus is the backend that programs packet rules, and why it was

@@ -17,7 +17,7 @@ import (
 
 // WriteTable writes s for people: first how the agent is, then each pod, then
 // what is wrong with certificates and pods' options, what audits have put right or
-// cannot, then who was left out and why.
+// cannot, which manifests are not in use, then who was left out and why.
 func WriteTable(w io.Writer, s Status, now time.Time) error {
 	var page bytes.Buffer
 	writeAgent(&page, s, now)
@@ -25,6 +25,7 @@ func WriteTable(w io.Writer, s Status, now time.Time) error {
 	writeTrouble(&page, s.Identities)
 	writeOptions(&page, s.Pods)
 	writeRepairs(&page, s, now)
+	writeManifests(&page, s.ManifestProblems)
 	writeSkipped(&page, s.Skipped)
 	if _, err := w.Write(page.Bytes()); err != nil {
 		return fmt.Errorf("writing the status: %w", err)
@@ -165,6 +166,16 @@ func writeOptions(page *bytes.Buffer, pods []PodStatus) {
 			title = ""
 			row(page, fmt.Sprintf("%s/%s: %s=%q: %s", p.Namespace, p.Name, m.Annotation, m.Value, m.Problem))
 		}
+	}
+}
+
+func writeManifests(page *bytes.Buffer, problems []string) {
+	if len(problems) == 0 {
+		return
+	}
+	page.WriteString("\nMANIFESTS THAT ARE NOT IN USE, OR NOT WHOLLY\n")
+	for _, p := range problems {
+		row(page, p)
 	}
 }
 

@@ -24,6 +24,7 @@ type podSource struct {
 	run       func(context.Context) error
 	awaitSync func(context.Context) error // returns nil once it was read wholly
 	report    *podstatus.Writer           // nil where nobody looks at pods' objects
+	problems  func() []string             // with what it reads
 }
 
 // openSource makes the source that the configuration names.
@@ -34,7 +35,7 @@ func openSource(cfg Config) (podSource, error) {
 			return podSource{}, err
 		}
 		read := func(context.Context) error { return nil } // New has read it
-		return podSource{Pods: source, Inventory: source, namespaces: source, run: source.Run, awaitSync: read}, nil
+		return podSource{Pods: source, Inventory: source, namespaces: source, run: source.Run, awaitSync: read, problems: source.Problems}, nil
 	}
 	client, err := apiserver.New(apiserver.Config{Kubeconfig: cfg.Kubeconfig, UserAgent: "ambientd/" + cfg.Version})
 	if err != nil {
@@ -50,6 +51,7 @@ func openSource(cfg Config) (podSource, error) {
 	}
 	return podSource{
 		Pods: source, Inventory: source, namespaces: source, run: source.Run, awaitSync: source.AwaitSync, report: writer,
+		problems: func() []string { return nil }, // the API server takes no objects that cannot be read
 	}, nil
 }
 

@@ -19,6 +19,8 @@ func (p *parts) status() admin.Status {
 		Pods:    p.podStatus(),
 		Skipped: p.enroller.Skipped(),
 		Host:    admin.HostStatus{Audit: p.auditor.HostStatus()},
+
+		ManifestProblems: p.pods.problems(),
 	}
 	for _, peer := range p.proxies.Peers() {
 		s.Proxies = append(s.Proxies, admin.ProxyStatus{Since: peer.Since, Ready: peer.Ready})

@@ -151,6 +151,8 @@ func removeStale(path string) error {
 	switch {
 	case err == nil:
 		return errors.Join(fmt.Errorf("%w; %s", ErrInUse, inUseAdvice), conn.Close())
+	case errors.Is(err, unix.EPROTOTYPE):
+		return fmt.Errorf("%w; %s", ErrInUse, inUseAdvice)
 	case errors.Is(err, unix.ECONNREFUSED):
 		return os.Remove(path)
 	case errors.Is(err, fs.ErrNotExist):

@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -397,7 +398,30 @@ func TestUnreadableFiles(t *testing.T) {
 			if len(lines) != 1 || !containsAll(lines[0], append(test.want, "manifest is not in use", filepath.Join(d.path, "bad.yaml"))) {
 				t.Errorf("logged %q; want one line with %q", lines, test.want)
 			}
+			if problems := s.Problems(); len(problems) != 1 || !containsAll(strconv.Quote(problems[0]), append(test.want, filepath.Join(d.path, "bad.yaml")+": ")) {
+				t.Errorf("problems are %q; want one with %q", problems, test.want)
+			}
 		})
+	}
+}
+
+func TestProblemsAreBounded(t *testing.T) {
+	d := newDirectory(t)
+	for i := range 25 {
+		d.put(fmt.Sprintf("bad-%02d.yaml", i), "kind: x")
+	}
+	s := d.open()
+	if problems := s.Problems(); len(problems) != 21 || problems[20] != "and 5 more" {
+		t.Errorf("%d problems: %q; want 20, and how many more", len(problems), problems)
+	}
+	for i := range 25 {
+		d.remove(fmt.Sprintf("bad-%02d.yaml", i))
+	}
+	if _, err := s.Lookup(t.Context(), "shop", "a", ""); err == nil {
+		t.Error("a pod without a manifest is found")
+	}
+	if problems := s.Problems(); len(problems) != 0 {
+		t.Errorf("without files the problems are %q", problems)
 	}
 }
 

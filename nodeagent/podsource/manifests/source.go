@@ -255,6 +255,26 @@ func (s *Source) reload(since time.Time) error {
 	return next.err
 }
 
+// maxProblems bounds what Problems returns.
+const maxProblems = 20
+
+// Problems returns what an operator has to put right in the directory, a line each that
+// begins with the file's path; of very many the first, and how many more there are.
+func (s *Source) Problems() []string {
+	current := s.current.Load()
+	var lines []string
+	if current.err != nil {
+		lines = append(lines, current.err.Error()+"; the last ones stay in use")
+	}
+	for i, p := range current.snapshot.problems {
+		if i == maxProblems {
+			return append(lines, fmt.Sprintf("and %d more", len(current.snapshot.problems)-i))
+		}
+		lines = append(lines, filepath.Join(s.cfg.Dir, p.file)+": "+p.text)
+	}
+	return lines
+}
+
 // logProblem tells a file that says nothing from one of which a document does not
 // count, while its others do.
 func (s *Source) logProblem(of *snapshot, p problem) {

@@ -13,6 +13,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"math/rand/v2"
 	"net"
@@ -94,6 +95,10 @@ func (c *Client) Run(ctx context.Context) error {
 
 // logEnd logs why there is no stream.
 func (c *Client) logEnd(err error) {
+	if errors.Is(err, fs.ErrPermission) {
+		c.cfg.Logger.Warn("only root may connect to the agent, as it is there; trying again", "socket", c.cfg.Socket, "err", err)
+		return
+	}
 	if errors.Is(err, errAway) {
 		c.cfg.Logger.Info("waiting for the agent", "socket", c.cfg.Socket, "err", err)
 		return
