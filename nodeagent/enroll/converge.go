@@ -32,10 +32,11 @@ type Finder interface {
 // withdrawn, changed options are applied in place. What fails is tried again with a
 // growing pause, until it succeeds or the pod is gone.
 func (e *Enroller) Run(ctx context.Context) error {
-	again := retries{}
+	again, over := retries{}, retries{}
 	for {
-		e.converge(ctx, again)
-		timer := time.NewTimer(again.pause(time.Now()))
+		e.converge(ctx, again, over)
+		now := time.Now()
+		timer := time.NewTimer(min(again.pause(now), over.pause(now)))
 		select {
 		case <-ctx.Done():
 			timer.Stop()
@@ -137,14 +138,14 @@ func (e *Enroller) plan(l listing) plan {
 }
 
 // converge carries out the plan once. Pods that could not be enrolled, or were not
-// found running, are noted in again.
-func (e *Enroller) converge(ctx context.Context, again retries) {
+// found running, are noted in again, those without a sandbox in over.
+func (e *Enroller) converge(ctx context.Context, again, over retries) {
 	for _, uid := range e.takeReleased() {
 		// It may have been looked for in vain before it ran: its operator does not wait for that.
 		delete(again, uid)
 	}
 	p := e.plan(e.list())
-	again.keep(slices.Concat(p.enrol, p.over))
+	again.keep(p.enrol)
 	// As when an earlier agent ended between the withdrawal and the word of it: whoever believed
 	// the annotation would talk to the pod in a way that nobody there understands.
 	for _, pod := range p.stale {
@@ -171,10 +172,7 @@ func (e *Enroller) converge(ctx context.Context, again retries) {
 		}
 	}
 	e.reportUnfound(again.unfound(p.enrol))
-	for _, pod := range again.due(p.over, time.Now()) {
-		again.note(pod.UID, podnetns.ErrNotFound, time.Now())
-	}
-	e.reportOver(again.unfound(p.over))
+	e.reportOver(p.over, over, time.Now())
 }
 
 // reportUnfound tells of pods that run and are not found.
@@ -186,12 +184,15 @@ func (e *Enroller) reportUnfound(pods []workload.Pod) {
 	}
 }
 
-// reportOver tells of pods that go on running, as their objects say, after their sandbox has ended.
-func (e *Enroller) reportOver(pods []workload.Pod) {
-	for _, pod := range pods {
-		if pod.Deleting {
-			continue
-		}
+// reportOver tells of pods that go on running, as their objects say, for a while after their
+// sandbox has ended. Such a pod is not looked for, only counted as if it were.
+func (e *Enroller) reportOver(pods []workload.Pod, over retries, now time.Time) {
+	pods = slices.DeleteFunc(pods, func(pod workload.Pod) bool { return pod.Deleting })
+	over.keep(pods)
+	for _, pod := range over.due(pods, now) {
+		over.note(pod.UID, podnetns.ErrNotFound, now)
+	}
+	for _, pod := range over.unfound(pods) {
 		e.cfg.Logger.Warn("running pod stays outside the mesh: the runtime has ended its sandbox and told of no other; if it runs, delete it, so that it is made anew",
 			"pod", pod.String(), "uid", pod.UID)
 		e.cfg.Reporter.Event(pod, ReasonFailed, "it is outside the mesh: its sandbox has ended, as the runtime says, and the agent was told of no other")

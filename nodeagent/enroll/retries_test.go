@@ -5,7 +5,9 @@ package enroll
 import (
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/netip"
+	"strings"
 	"testing"
 	"time"
 
@@ -43,5 +45,31 @@ func TestUnfound(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// A pod that goes on running without a sandbox is told of once, a while after; one that is being
+// deleted, or whose object goes, is not.
+func TestReportOver(t *testing.T) {
+	stays := workload.Pod{UID: "stays", Phase: corev1.PodRunning, IPs: []netip.Addr{netip.MustParseAddr("10.0.0.2")}}
+	goes, deleted := stays, stays
+	goes.UID, deleted.UID, deleted.Deleting = "goes", "deleted", true
+	var log strings.Builder
+	e := &Enroller{cfg: Config{Logger: slog.New(slog.NewTextHandler(&log, nil)), Reporter: silent{}}}
+	over, now := retries{}, time.Now()
+	for round := range 4 {
+		pods := []workload.Pod{stays, deleted}
+		if round == 0 {
+			pods = append(pods, goes)
+		}
+		e.reportOver(pods, over, now)
+		e.reportOver(pods, over, now) // something else has changed
+		if want := min(round, 1); strings.Count(log.String(), "uid=stays") != want || strings.Count(log.String(), "\n") != want {
+			t.Errorf("after %s the log has %q, want %d lines", time.Duration(round)*searchTick, log.String(), want)
+		}
+		now = now.Add(searchTick)
+	}
+	if pause := over.pause(now); pause > searchTick {
+		t.Errorf("the next look is in %s, want within %s", pause, searchTick)
 	}
 }
