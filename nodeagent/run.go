@@ -43,8 +43,8 @@ The configuration file is YAML. Its keys are the flags in camelCase; lists are Y
 const heapGrowth = 50
 
 // settleHeap ends the memory's time of growth. The list of all pods, read once, takes several times
-// of what is kept of it, which the runtime would give back within a minute or so; a node's
-// memory is short when many agents start at once, after it was booted.
+// what is kept of it. The runtime would give that back bit by bit; a node's memory is short just then,
+// after it was booted, when everything starts at once.
 func settleHeap() {
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(heapGrowth)

@@ -161,6 +161,21 @@ func pod(name, spec string) string {
 	return fmt.Sprintf("apiVersion: v1\nkind: Pod\nmetadata: {name: %s, namespace: shop}\nspec: {%s}\n", name, spec)
 }
 
+// What is wrong with a manifest is in the status for as long as it is.
+func TestStatusTellsOfManifests(t *testing.T) {
+	cfg := config(t)
+	_, dir, _ := strings.Cut(cfg.PodsFrom, "=")
+	path := filepath.Join(dir, "web.yaml")
+	if err := os.WriteFile(path, []byte(pod("web", "serviceAcountName: web")), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	r := start(t, cfg)
+	if got := r.status().ManifestProblems; len(got) != 1 || !strings.HasPrefix(got[0], path+": ") || !strings.Contains(got[0], "serviceAcountName") {
+		t.Errorf("the status tells of %q, want the misspelt field in %s", got, path)
+	}
+	r.end()
+}
+
 // One pod through all parts, in and out again.
 func TestPodThroughTheAgent(t *testing.T) {
 	for _, mode := range []string{backend.NFTables, backend.IPTables} {

@@ -102,7 +102,7 @@ func (e *Enroller) plan(l listing) plan {
 			p.withdraw[pod.UID] = decision.Reason
 		case known && e.changedOptions(current, pod):
 			p.reapply = append(p.reapply, pod)
-		case !known && decision.InMesh && e.isOver(pod):
+		case !known && decision.InMesh && !e.withheld[pod.UID] && e.isOver(pod):
 			// Its object is there for a while yet, and its address may be another pod's by now.
 			p.over = append(p.over, pod)
 		case !known && decision.InMesh && !e.withheld[pod.UID]:
@@ -301,7 +301,7 @@ func (e *Enroller) placeOf(pod workload.Pod, key podnetns.Key) place {
 	defer e.mu.Unlock()
 	where, ok := e.places[pod.UID]
 	if !ok || where.key != key {
-		where = place{namespace: pod.Namespace, name: pod.Name, key: key, ips: where.ips} // it was looked for by these
+		where = place{namespace: pod.Namespace, name: pod.Name, key: key, ips: where.ips} // those it was looked for by
 	}
 	if len(pod.IPs) > 0 {
 		where.ips = pod.IPs
@@ -326,12 +326,7 @@ func (e *Enroller) leave(ctx context.Context, uid, reason string) error {
 	e.attachments.setSkipped(uid, p.netns, reason)
 	e.mu.Unlock()
 	err = e.takeOut(ctx, p)
-	e.mu.Lock()
-	over := reason == objectGone && e.isLeft(uid)
-	e.mu.Unlock()
-	if over {
-		e.forgetPlace(uid)
-	} else {
+	if reason != objectGone || !e.forgetIfLeft(uid) {
 		e.remember(uid)
 	}
 	e.cfg.Logger.Info("running pod withdrawn", "pod", p.pod.String(), "uid", uid, "netns", p.netns.String(), "reason", reason)

@@ -194,21 +194,28 @@ func (e *Enroller) isLeft(uid string) bool {
 	return !enrolled && len(e.attachments.ofPod[uid]) == 0
 }
 
-// forgetLeft lets go of the place of a pod that has left nothing else, unless an ADD has come
-// meanwhile.
+// forgetIfLeft lets go of the place of a pod that has left nothing else, and tells whether it
+// did. The caller holds the pod's turn.
+func (e *Enroller) forgetIfLeft(uid string) bool {
+	e.mu.Lock()
+	_, known := e.places[uid]
+	left := known && e.isLeft(uid)
+	e.mu.Unlock()
+	if left {
+		e.forgetPlace(uid)
+	}
+	return left
+}
+
+// forgetLeft does so in the pod's turn: an ADD may have come meanwhile.
 func (e *Enroller) forgetLeft(ctx context.Context, uid string) error {
 	release, err := e.turns.take(ctx, uid)
 	if err != nil {
 		return &StepError{Step: stepTurn, Err: err}
 	}
 	defer release()
-	e.mu.Lock()
-	where, known := e.places[uid]
-	left := known && e.isLeft(uid)
-	e.mu.Unlock()
-	if left {
-		e.forgetPlace(uid)
-		e.cfg.Logger.Info("pod outside the mesh forgotten: its object is gone", "pod", where.namespace+"/"+where.name, "uid", uid)
+	if e.forgetIfLeft(uid) {
+		e.cfg.Logger.Info("pod outside the mesh forgotten: its object is gone", "uid", uid)
 	}
 	return nil
 }

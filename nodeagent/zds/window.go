@@ -25,8 +25,8 @@ const (
 	// refillAt is how far the window empties before its sender is woken to fill it: the
 	// proxy is not short of work before, and one wakeup then serves for many messages.
 	refillAt = maxInFlight / 2
-	// lastLook is the time to read an answer that is there.
-	lastLook = 100 * time.Millisecond
+	// lastLookTime is enough to read an answer that is there.
+	lastLookTime = 100 * time.Millisecond
 )
 
 var errUnsolicited = errors.New("the node proxy answered without having been asked")
@@ -193,7 +193,7 @@ func (s *Server) lastLook(st *stream) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if len(st.window) > 0 {
-		_ = st.conn.SetReadDeadline(time.Now().Add(lastLook)) // as in expect
+		_ = st.conn.SetReadDeadline(time.Now().Add(lastLookTime)) // as in expect
 	}
 }
 

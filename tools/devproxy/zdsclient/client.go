@@ -96,7 +96,7 @@ func (c *Client) Run(ctx context.Context) error {
 // logEnd logs why there is no stream.
 func (c *Client) logEnd(err error) {
 	if errors.Is(err, fs.ErrPermission) {
-		c.cfg.Logger.Warn("only root may connect to the agent, as it is there; trying again", "socket", c.cfg.Socket, "err", err)
+		c.cfg.Logger.Warn("only root may connect to the agent's socket; trying again", "socket", c.cfg.Socket, "err", err)
 		return
 	}
 	if errors.Is(err, errAway) {
