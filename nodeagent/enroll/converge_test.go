@@ -6,14 +6,11 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"ambientd/cni-plugin/podevent"
 	"ambientd/iptables/redirection"
@@ -108,18 +105,11 @@ func TestObjectGone(t *testing.T) {
 // enrolled there again; a new ADD does so.
 func TestEndedSandbox(t *testing.T) {
 	netnsDir := t.TempDir()
-	r := newRig(t, func(c *enroll.Config) {
-		finder, err := podnetns.NewFinder(podnetns.FinderConfig{Host: c.Host, Holders: c.Pins, ProcRoot: t.TempDir(), NetnsDirs: []string{netnsDir}})
-		must(t, err)
-		c.Finder = finder
-	})
+	r := newRig(t, lookingIn(t, netnsDir))
 	peer := r.proxy(t, nil)
 	pod := r.meshed("web", "web")
 	ns := r.running(t, pod, 1)
-	path := filepath.Join(netnsDir, "web")
-	must(t, os.WriteFile(path, nil, 0o600))
-	must(t, unix.Mount(fmt.Sprintf("/proc/self/fd/%d", ns.File().Fd()), path, "", unix.MS_BIND, ""))
-	t.Cleanup(func() { must(t, unix.Unmount(path, unix.MNT_DETACH)) })
+	mountAt(t, ns, filepath.Join(netnsDir, "web"))
 	pod.IPs = []netip.Addr{netip.MustParseAddr("10.1.0.1")}
 	r.pods.put(pod)
 	want(t, r.del(t.Context(), pod, "c-"+pod.Name, nil), podevent.ResultWithdrawn)
@@ -138,11 +128,7 @@ func TestEndedSandbox(t *testing.T) {
 // Case 7 with a pod that is found by its address.
 func TestEndedPodsAddress(t *testing.T) {
 	netnsDir := t.TempDir()
-	r := newRig(t, func(c *enroll.Config) {
-		finder, err := podnetns.NewFinder(podnetns.FinderConfig{Host: c.Host, Holders: c.Pins, ProcRoot: t.TempDir(), NetnsDirs: []string{netnsDir}})
-		must(t, err)
-		c.Finder = finder
-	})
+	r := newRig(t, lookingIn(t, netnsDir))
 	r.proxy(t, nil)
 	old, next := r.meshed("old", "web"), r.meshed("next", "web")
 	old.IPs = []netip.Addr{netip.MustParseAddr("10.1.0.1")}
@@ -151,10 +137,7 @@ func TestEndedPodsAddress(t *testing.T) {
 	want(t, r.del(t.Context(), old, "c-old", nil), podevent.ResultWithdrawn)
 	ns := netnstest.New(t)
 	holding(t, ns, old.IPs[0])
-	path := filepath.Join(netnsDir, "next")
-	must(t, os.WriteFile(path, nil, 0o600))
-	must(t, unix.Mount(fmt.Sprintf("/proc/self/fd/%d", ns.File().Fd()), path, "", unix.MS_BIND, ""))
-	t.Cleanup(func() { must(t, unix.Unmount(path, unix.MNT_DETACH)) })
+	mountAt(t, ns, filepath.Join(netnsDir, "next"))
 	r.follow(t)
 	other := r.meshed("other", "other")
 	r.running(t, other, 2)
@@ -321,11 +304,7 @@ func TestAudit(t *testing.T) {
 // no DEL says so.
 func TestRecordsOfGonePods(t *testing.T) {
 	dir := t.TempDir()
-	r := newRig(t, func(c *enroll.Config) {
-		finder, err := podnetns.NewFinder(podnetns.FinderConfig{Host: c.Host, Holders: c.Pins, ProcRoot: t.TempDir(), NetnsDirs: []string{dir}})
-		must(t, err)
-		c.Finder = finder
-	})
+	r := newRig(t, lookingIn(t, dir))
 	r.proxy(t, nil)
 	r.follow(t)
 	for i, first := range []string{"", "off"} {
@@ -335,10 +314,7 @@ func TestRecordsOfGonePods(t *testing.T) {
 			UID: "uid-" + name, Namespace: "shop", Name: name, ServiceAccount: "web", IPs: []netip.Addr{netip.AddrFrom4([4]byte{10, 1, 0, byte(1 + i)})},
 		}, "ambient")
 		holding(t, ns, pod.IPs[0])
-		path := filepath.Join(dir, pod.Name)
-		must(t, os.WriteFile(path, nil, 0o600))
-		must(t, unix.Mount(fmt.Sprintf("/proc/self/fd/%d", ns.File().Fd()), path, "", unix.MS_BIND, ""))
-		t.Cleanup(func() { must(t, unix.Unmount(path, unix.MNT_DETACH)) })
+		mountAt(t, ns, filepath.Join(dir, pod.Name))
 		r.pods.put(pod)
 		r.await(t, r.allInState(1))
 		if first == "off" {

@@ -22,14 +22,18 @@ import (
 
 // restart makes the next agent on the same machine: kernel and records are as the
 // first has left them, everything else is new.
-func (r *rig) restart(t *testing.T) *rig {
+func (r *rig) restart(t *testing.T, opts ...option) *rig {
 	t.Helper()
-	next := newRig(t, func(c *enroll.Config) { c.Records, c.Pods, c.Inventory = r.records, r.pods, r.pods })
+	same := func(c *enroll.Config) { c.Records, c.Pods, c.Inventory = r.records, r.pods, r.pods }
+	next := newRig(t, append(opts, same)...)
 	next.pods = r.pods
 	_, err := next.Restore(t.Context())
 	must(t, err)
 	return next
 }
+
+// resetting has pods that are enrolled while they run get the same rules as others.
+func resetting(c *enroll.Config) { c.ExistingConnections = enroll.ResetConnections }
 
 // TestRestore: a new agent takes all pods up before any proxy connects, without
 // writing rules, and knows the attachments of the old one.
@@ -96,19 +100,12 @@ func TestRestoreInAnotherNetns(t *testing.T) {
 	ns := netnstest.New(t)
 	holding(t, ns, known[0].IPs[0])
 	var key podnetns.Key
-	next := newRig(t, func(c *enroll.Config) {
-		c.Records, c.Pods, c.Inventory, c.ExistingConnections = old.records, old.pods, old.pods, enroll.ResetConnections
-		c.Finder, err = podnetns.NewFinder(podnetns.FinderConfig{
-			Host: c.Host, Holders: c.Pins, ProcRoot: t.TempDir(), NetnsDirs: []string{filepath.Dir(mounted(t, ns))},
-		})
-		must(t, err)
+	next := old.restart(t, lookingIn(t, filepath.Dir(mounted(t, ns))), resetting, func(c *enroll.Config) {
 		adopted, err := c.Host.Adopt(ns.File())
 		must(t, err)
 		key = adopted.Key()
 		must(t, adopted.Close())
 	})
-	_, err = next.Restore(t.Context())
-	must(t, err)
 	next.assertRules(t, ns)
 	if pods := next.Pods(); len(pods) != 1 || pods[0].Netns != key.String() {
 		t.Errorf("taken up are %+v, want the pod in netns %s", pods, key)
@@ -228,16 +225,7 @@ func TestSandboxMadeAnewWhileAway(t *testing.T) {
 			pod.IPs = []netip.Addr{netip.MustParseAddr("10.1.0.2")}
 			holding(t, ns, pod.IPs[0])
 			old.pods.put(pod)
-			next := newRig(t, func(cfg *enroll.Config) {
-				cfg.Records, cfg.Pods, cfg.Inventory, cfg.ExistingConnections = old.records, old.pods, old.pods, enroll.ResetConnections
-				cfg.Finder, err = podnetns.NewFinder(podnetns.FinderConfig{
-					Host: cfg.Host, Holders: cfg.Pins, ProcRoot: t.TempDir(), NetnsDirs: []string{filepath.Dir(mounted(t, ns))},
-				})
-				must(t, err)
-			})
-			next.pods = old.pods
-			_, err = next.Restore(t.Context())
-			must(t, err)
+			next := old.restart(t, lookingIn(t, filepath.Dir(mounted(t, ns))), resetting)
 			want(t, next.del(t.Context(), pod, "c-web", nil), podevent.ResultWithdrawn)
 			next.proxy(t, nil)
 			next.follow(t)

@@ -243,10 +243,25 @@ func holding(t *testing.T, ns *netnstest.NS, ip netip.Addr) {
 func mounted(t *testing.T, ns *netnstest.NS) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "netns")
+	mountAt(t, ns, path)
+	return path
+}
+
+func mountAt(t *testing.T, ns *netnstest.NS, path string) {
+	t.Helper()
 	must(t, os.WriteFile(path, nil, 0o600))
 	must(t, unix.Mount(fmt.Sprintf("/proc/self/fd/%d", ns.File().Fd()), path, "", unix.MS_BIND, ""))
 	t.Cleanup(func() { must(t, unix.Unmount(path, unix.MNT_DETACH)) })
-	return path
+}
+
+// lookingIn has running pods looked for among the files of a directory: no process leads to one.
+func lookingIn(t *testing.T, dir string) option {
+	t.Helper()
+	return func(c *enroll.Config) {
+		finder, err := podnetns.NewFinder(podnetns.FinderConfig{Host: c.Host, Holders: c.Pins, ProcRoot: t.TempDir(), NetnsDirs: []string{dir}})
+		must(t, err)
+		c.Finder = finder
+	}
 }
 
 // follow runs the part of the Enroller that follows the inventory.

@@ -63,13 +63,37 @@ func oneAhead(t *testing.T) (s *Server, st *stream, add *message, proxy *net.Uni
 	return s, st, add, proxy
 }
 
+// acks sends an ack.
+func acks(t *testing.T, proxy *net.UnixConn) {
+	t.Helper()
+	ack, err := packet.Encode(&zdspb.WorkloadResponse{Payload: &zdspb.WorkloadResponse_Ack{Ack: &zdspb.Ack{}}})
+	if err := errors.Join(err, packet.Write(proxy, ack, nil)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// late makes it too late to read what is there.
+func late(t *testing.T, st *stream) {
+	t.Helper()
+	if err := st.conn.SetReadDeadline(time.Now().Add(-time.Second)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// leavesUncharged ends the stream, which must not count against the pod.
+func leavesUncharged(t *testing.T, s *Server, st *stream, add *message) {
+	t.Helper()
+	s.leave(st)
+	if add.pod.endings != 0 || add.pod.strikes != 0 {
+		t.Errorf("the pod is charged with %d ends of streams and %d strikes, want none", add.pod.endings, add.pod.strikes)
+	}
+}
+
 // TestAnswerIsReadLate: what the proxy answered in time counts, however late the agent reads it.
 func TestAnswerIsReadLate(t *testing.T) {
 	s, st, m, proxy := oneAhead(t)
-	ack, err := packet.Encode(&zdspb.WorkloadResponse{Payload: &zdspb.WorkloadResponse_Ack{Ack: &zdspb.Ack{}}})
-	if err := errors.Join(err, packet.Write(proxy, ack, nil), st.conn.SetReadDeadline(time.Now().Add(-time.Second))); err != nil {
-		t.Fatal(err)
-	}
+	acks(t, proxy)
+	late(t, st)
 	ended := make(chan error, 1)
 	go func() { ended <- s.receiveAll(st) }()
 	select {
@@ -83,10 +107,10 @@ func TestAnswerIsReadLate(t *testing.T) {
 	if err := <-ended; errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Errorf("the stream ended with %v, want the proxy's end", err)
 	}
-	s.leave(st)
-	if !st.answered || m.pod.endings != 0 || m.pod.strikes != 0 {
-		t.Errorf("the pod is charged with %d ends of streams, want none", m.pod.endings)
+	if !st.answered {
+		t.Error("the answer was not taken in")
 	}
+	leavesUncharged(t, s, st, m)
 }
 
 // TestAnswerIsReadLateAfterTheEnd: neither does it matter that the proxy has ended meanwhile, with
@@ -100,17 +124,18 @@ func TestAnswerIsReadLateAfterTheEnd(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ack, err := packet.Encode(&zdspb.WorkloadResponse{Payload: &zdspb.WorkloadResponse_Ack{Ack: &zdspb.Ack{}}})
-	if err := errors.Join(err, netns.Close(), packet.Write(proxy, ack, nil), proxy.Close(), st.conn.SetReadDeadline(time.Now().Add(-time.Second))); err != nil {
+	acks(t, proxy)
+	if err := errors.Join(netns.Close(), proxy.Close()); err != nil {
 		t.Fatal(err)
 	}
+	late(t, st)
 	if err := s.receiveAll(st); errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Errorf("the stream ended with %v, want the proxy's end", err)
 	}
-	s.leave(st)
-	if !st.answered || m.pod.endings != 0 || m.pod.strikes != 0 {
-		t.Errorf("the pod is charged with %d ends of streams, want none", m.pod.endings)
+	if !st.answered {
+		t.Error("the answer was not taken in")
 	}
+	leavesUncharged(t, s, st, m)
 }
 
 // TestAPodLeavesBeforeItsSend: a pod that leaves the set between next and the send, which has
@@ -127,8 +152,5 @@ func TestAPodLeavesBeforeItsSend(t *testing.T) {
 	if next := s.next(st); next == nil || next.kind != endSnapshot || st.window[0] != next {
 		t.Errorf("the next message is %+v, want the snapshot's end, as the oldest", next)
 	}
-	s.leave(st)
-	if m.pod.endings != 0 || m.pod.strikes != 0 {
-		t.Errorf("the pod is charged with %d ends of streams, want none", m.pod.endings)
-	}
+	leavesUncharged(t, s, st, m)
 }
