@@ -33,11 +33,11 @@ type world struct {
 	t       *testing.T
 	changed chan struct{}
 	events  chan netnswatch.ID
-	log     *bytes.Buffer
-	took    time.Duration // by one audit
-	late    bool          // pods go right after an audit has looked at them
 
 	mu       sync.Mutex
+	log      bytes.Buffer
+	took     time.Duration              // by one audit
+	late     bool                       // pods go right after an audit has looked at them
 	touched  []string                   // UIDs of those that have changed and were not asked for
 	netns    map[string]*podnetns.Netns // by UID, of those enrolled
 	audits   map[string][]time.Time     // by UID; "" is the host
@@ -76,7 +76,7 @@ func in(t *testing.T, pods []*podnetns.Netns, prepare func(w *world), test func(
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		w := &world{
-			t: t, changed: make(chan struct{}, 1), events: make(chan netnswatch.ID), log: &bytes.Buffer{},
+			t: t, changed: make(chan struct{}, 1), events: make(chan netnswatch.ID),
 			netns: map[string]*podnetns.Netns{}, audits: map[string][]time.Time{}, findings: map[string]enroll.Finding{},
 			numbers: map[netnswatch.ID]string{}, open: map[netnswatch.ID]*podnetns.Netns{}, counts: map[string]int{},
 		}
@@ -87,7 +87,7 @@ func in(t *testing.T, pods []*podnetns.Netns, prepare func(w *world), test func(
 			prepare(w)
 		}
 		a, err := audit.New(audit.Config{
-			Pods: w, Changes: w, Pins: pins{w}, Host: w, Watcher: w, Interval: interval, Recorder: w, Logger: slog.New(slog.NewTextHandler(w.log, nil)),
+			Pods: w, Changes: w, Pins: pins{w}, Host: w, Watcher: w, Interval: interval, Recorder: w, Logger: slog.New(slog.NewTextHandler(w, nil)),
 		})
 		if err != nil {
 			t.Fatal(err)
@@ -157,10 +157,9 @@ func (w *world) enrol(uid string, ns *podnetns.Netns) {
 }
 
 func (w *world) Audit(ctx context.Context, uid string) (enroll.Finding, bool) {
-	w.begin(uid)
-	if w.took > 0 {
+	if took := w.begin(uid); took > 0 {
 		select {
-		case <-time.After(w.took):
+		case <-time.After(took):
 		case <-ctx.Done():
 		}
 	}
@@ -178,20 +177,22 @@ func (w *world) Audit(ctx context.Context, uid string) (enroll.Finding, bool) {
 	return f, true
 }
 
-func (w *world) begin(uid string) {
+// begin counts an audit, and returns how long it takes.
+func (w *world) begin(uid string) time.Duration {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.audits[uid] = append(w.audits[uid], time.Now())
 	w.running++
 	w.most = max(w.most, w.running)
+	return w.took
 }
 
 func (w *world) Verify(context.Context) ([]redirection.Difference, error) {
-	w.begin("")
+	took := w.begin("")
 	w.mu.Lock()
 	gone, err := w.hostGone, w.hostErr
 	w.mu.Unlock()
-	time.Sleep(w.took) // between looking and repairing
+	time.Sleep(took) // between looking and repairing
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.running--
@@ -248,6 +249,32 @@ func (w *world) count(what string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.counts[what]++
+}
+
+func (w *world) counted(what string) int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.counts[what]
+}
+
+// Write keeps what is logged.
+func (w *world) Write(line []byte) (int, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.log.Write(line)
+}
+
+func (w *world) logged() string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.log.String()
+}
+
+// locked changes or reads the world while the Auditor runs.
+func (w *world) locked(do func()) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	do()
 }
 
 // change makes a notification, as the kernel does for whatever happens in a netns.
@@ -386,8 +413,8 @@ func TestRepairIsQuiet(t *testing.T) {
 		if n := w.after("uid-0", now); n < 2 || n > 3 {
 			t.Errorf("audited %d times, want twice and at most a regular time", n)
 		}
-		if w.counts["repaired redirection"] != 1 || strings.Count(w.log.String(), "audit has repaired what differed\" subject=pod") != 1 {
-			t.Errorf("counted %v, logged %s", w.counts, w.log)
+		if w.counted("repaired redirection") != 1 || strings.Count(w.logged(), "audit has repaired what differed\" subject=pod") != 1 {
+			t.Errorf("counted %d, logged %s", w.counted("repaired redirection"), w.logged())
 		}
 		status := a.PodStatus("uid-0")
 		if status.Repairs != 1 || len(status.Repaired) != 1 || status.LastRepair.Before(now) || status.Error != "" {
@@ -436,8 +463,8 @@ func TestFailuresBackOff(t *testing.T) {
 		if last < interval/4 {
 			t.Errorf("the last pause is %s", last)
 		}
-		if n := strings.Count(w.log.String(), "no memory"); n != 1 {
-			t.Errorf("told %d times, want once: %s", n, w.log)
+		if n := strings.Count(w.logged(), "no memory"); n != 1 {
+			t.Errorf("told %d times, want once: %s", n, w.logged())
 		}
 		if status := a.PodStatus("uid-0"); status.Error != "no memory" || status.Repairs != 0 {
 			t.Errorf("status %+v", status)
@@ -449,8 +476,8 @@ func TestFailuresBackOff(t *testing.T) {
 		}
 		w.find("uid-0", enroll.Finding{Err: errors.New("no memory")})
 		pass(interval * 11 / 10)
-		if n := strings.Count(w.log.String(), "no memory"); n != 2 {
-			t.Errorf("a new failure was told %d times, want once more: %s", n, w.log)
+		if n := strings.Count(w.logged(), "no memory"); n != 2 {
+			t.Errorf("a new failure was told %d times, want once more: %s", n, w.logged())
 		}
 	})
 }
@@ -458,15 +485,13 @@ func TestFailuresBackOff(t *testing.T) {
 func TestHostIsRepaired(t *testing.T) {
 	in(t, nil, func(w *world) { w.hostGone = true }, func(w *world, a *audit.Auditor) {
 		pass(interval)
-		if w.counts["repaired host probes"] != 1 || strings.Count(w.log.String(), "audit has repaired what differed\" subject=host") != 1 {
-			t.Errorf("counted %v, logged %s", w.counts, w.log)
+		if w.counted("repaired host probes") != 1 || strings.Count(w.logged(), "audit has repaired what differed\" subject=host") != 1 {
+			t.Errorf("counted %d, logged %s", w.counted("repaired host probes"), w.logged())
 		}
 		if status := a.HostStatus(); status.Repairs != 1 || status.Error != "" {
 			t.Errorf("status %+v", status)
 		}
-		w.mu.Lock()
-		w.hostErr = errors.New("locked")
-		w.mu.Unlock()
+		w.locked(func() { w.hostErr = errors.New("locked") })
 		differences, err := a.Host(w.t.Context())
 		if err == nil || len(differences) != 0 || a.HostStatus().Error != "locked" {
 			t.Errorf("got %v, %v, status %+v", differences, err, a.HostStatus())
@@ -487,8 +512,8 @@ func TestHostIsAuditedOnceAtATime(t *testing.T) {
 			})
 		}
 		asked.Wait()
-		if w.counts["repaired host probes"] != 1 || a.HostStatus().Repairs != 1 {
-			t.Errorf("counted %v, status %+v", w.counts, a.HostStatus())
+		if w.counted("repaired host probes") != 1 || a.HostStatus().Repairs != 1 {
+			t.Errorf("counted %d, status %+v", w.counted("repaired host probes"), a.HostStatus())
 		}
 	})
 }
@@ -506,9 +531,11 @@ func TestFewAtOnce(t *testing.T) {
 			}
 		})
 		onDemand.Wait()
-		if w.most > 4 {
-			t.Errorf("%d audits were at work at once", w.most)
-		}
+		w.locked(func() {
+			if w.most > 4 {
+				t.Errorf("%d audits were at work at once", w.most)
+			}
+		})
 	})
 }
 
@@ -601,12 +628,12 @@ func TestOnDemand(t *testing.T) {
 		if len(found) != 2 || found[0].UID != "uid-1" || len(found[0].Differences) != 1 || found[1].UID != "uid-2" || len(found[1].Differences) != 0 {
 			t.Errorf("found %+v", found)
 		}
-		if w.counts["repaired redirection"] != 1 || a.PodStatus("uid-1").Repairs != 1 {
-			t.Errorf("counted %v, status %+v", w.counts, a.PodStatus("uid-1"))
+		if w.counted("repaired redirection") != 1 || a.PodStatus("uid-1").Repairs != 1 {
+			t.Errorf("counted %d, status %+v", w.counted("repaired redirection"), a.PodStatus("uid-1"))
 		}
 		ended, cancel := context.WithCancel(w.t.Context())
 		cancel()
-		w.took = time.Second
+		w.locked(func() { w.took = time.Second })
 		if found := a.Pods(ended, nil); len(found) > 3 {
 			t.Errorf("found %+v", found)
 		}
@@ -626,8 +653,8 @@ func TestManyDifferences(t *testing.T) {
 			t.Errorf("who asked was told %d of 40", len(found[0].Differences))
 		}
 		shown := a.PodStatus("uid-0").Repaired
-		if len(shown) != 9 || shown[8] != "and 32 more" || strings.Contains(w.log.String(), "rule 20") {
-			t.Errorf("status shows %v, log %s", shown, w.log)
+		if len(shown) != 9 || shown[8] != "and 32 more" || strings.Contains(w.logged(), "rule 20") {
+			t.Errorf("status shows %v, log %s", shown, w.logged())
 		}
 	})
 }
