@@ -39,6 +39,7 @@ func newSurveyor(h *Host, sockets *rawnetlink.Sockets) *surveyor {
 // surveyed is what became of one file.
 type surveyed struct {
 	netns *Netns       // nil on an error
+	key   Key          // of the netns, on an error too; zero if it was not learnt
 	held  []netip.Addr // the addresses in it
 	err   error
 
@@ -100,7 +101,7 @@ func (v *surveyed) enter() {
 // the pod has more to ask. If it makes none, socket and file are closed.
 func (s *surveyor) ask(v *surveyed) {
 	if v.err == nil {
-		v.netns, v.held, v.err = s.read(v.file, v.socket)
+		v.netns, v.err = s.read(v)
 	}
 	switch {
 	case v.err == nil:
@@ -114,17 +115,17 @@ func (s *surveyor) ask(v *surveyed) {
 	}
 }
 
-func (s *surveyor) read(file *os.File, socket int) (*Netns, []netip.Addr, error) {
-	cookie, err := unix.GetsockoptUint64(socket, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
+func (s *surveyor) read(v *surveyed) (*Netns, error) {
+	cookie, err := unix.GetsockoptUint64(v.socket, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
 	if err != nil {
-		return nil, nil, fmt.Errorf("reading the netns cookie (needs Linux 5.14 or newer): %w", err)
+		return nil, fmt.Errorf("reading the netns cookie (needs Linux 5.14 or newer): %w", err)
 	}
-	n := &Netns{file: file, home: s.host.file, key: Key{BootID: s.host.key.BootID, Cookie: cookie}}
-	if n.key == s.host.key {
-		return nil, nil, fmt.Errorf("netns %s: %w", n.key, ErrHostNetns)
+	v.key = Key{BootID: s.host.key.BootID, Cookie: cookie}
+	if v.key == s.host.key {
+		return nil, fmt.Errorf("netns %s: %w", v.key, ErrHostNetns)
 	}
-	held, err := s.addresses(socket)
-	return n, held, err
+	v.held, err = s.addresses(v.socket)
+	return &Netns{file: v.file, home: s.host.file, key: v.key}, err
 }
 
 // addresses returns the addresses of all interfaces, of both families, in the netns
@@ -215,6 +216,14 @@ func retrying(call func() (int, error)) (int, error) {
 			return n, err
 		}
 	}
+}
+
+// has says why what was surveyed is not the netns of a pod with the wanted addresses.
+func (v surveyed) has(wanted []netip.Addr) error {
+	if v.err != nil {
+		return v.err
+	}
+	return holds(v.held, wanted)
 }
 
 // holds says why a netns with the addresses held is not that of a pod with the wanted

@@ -73,8 +73,8 @@ type Wanted struct {
 	UID string // as the kubelet names cgroups by it
 	// IPs are the pod's addresses. Without any only a record leads to the netns.
 	IPs []netip.Addr
-	// NetnsPath and Key are from the record that the pod's ADD left, if there is one. The path is
-	// one of the host's.
+	// NetnsPath and Key are from the record that the pod's enrolment left, if there is one. The path
+	// is one of the host's, and empty for a pod that was found without.
 	NetnsPath string
 	Key       Key
 }
@@ -97,7 +97,11 @@ type Wanted struct {
 //   - it holds the pod's addresses: one at least, and no other address in the family of
 //     one that is missing (IPv6 may have been turned off),
 //   - no other wanted pod has an equal claim to it, and the search has not come upon a
-//     second one for the pod.
+//     second one for the pod,
+//   - no process of the pod, nor the runtime, says that the pod lives in the recorded netns
+//     after all. With NET_ADMIN a pod may have moved its addresses from there to a netns that
+//     it made. It is not found then: its own netns does not hold what it is known by, and the
+//     one that does is not its own.
 //
 // Every netns is looked at through a descriptor that stays open, so that none is
 // confused with a later one of the same inode number.

@@ -312,16 +312,11 @@ func TestFindAddresses(t *testing.T) {
 func TestFindAmongManyAddresses(t *testing.T) {
 	n := newNode(t)
 	own := n.netns()
+	n.manyAddresses(own, 1000) // some 70 KiB of messages
 	own.Do(t, func() error {
 		lo, err := netlink.LinkByName("lo")
 		if err != nil {
 			return err
-		}
-		for i := range 1000 { // some 70 KiB of messages
-			ip := netip.AddrFrom4([4]byte{10, 1, byte(i / 250), byte(1 + i%250)})
-			if err := netlink.AddrAdd(lo, &netlink.Addr{IPNet: netlink.NewIPNet(ip.AsSlice())}); err != nil {
-				return err
-			}
 		}
 		return netlink.AddrAdd(lo, &netlink.Addr{
 			IPNet: netlink.NewIPNet(netip.MustParseAddr("10.2.0.1").AsSlice()),

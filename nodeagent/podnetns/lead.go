@@ -42,17 +42,16 @@ func (l pathLead) open(host *Host) (*os.File, error) {
 }
 
 func (l pathLead) confirm(_ *search, v surveyed) error {
-	if v.err != nil {
-		return fmt.Errorf("%s: %w", l.path, v.err)
+	var err error
+	switch recorded := l.key != (Key{}); {
+	case !recorded:
+		err = l.pod.livesIn(v)
+	case v.err == nil && v.key != l.key:
+		return fmt.Errorf("%s is netns %s now, the recorded one was %s", l.path, v.key, l.key)
+	case v.err != nil || len(l.pod.IPs) > 0:
+		err = v.has(l.pod.IPs)
 	}
-	recorded := l.key != Key{}
-	if recorded && v.netns.key != l.key {
-		return fmt.Errorf("%s is netns %s now, the recorded one was %s", l.path, v.netns.key, l.key)
-	}
-	if recorded && len(l.pod.IPs) == 0 {
-		return nil
-	}
-	if err := holds(v.held, l.pod.IPs); err != nil {
+	if err != nil {
 		return fmt.Errorf("%s: %w", l.path, err)
 	}
 	return nil
@@ -84,10 +83,7 @@ func (c candidate) open(host *Host) (*os.File, error) {
 
 func (c candidate) confirm(s *search, v surveyed) error {
 	c.group.judged = append(c.group.judged, c.pod.UID)
-	if v.err != nil {
-		return v.err
-	}
-	if err := holds(v.held, c.pod.IPs); err != nil {
+	if err := c.pod.livesIn(v); err != nil {
 		return err
 	}
 	c.group.claimed = true
@@ -97,4 +93,23 @@ func (c candidate) confirm(s *search, v surveyed) error {
 		})
 	}
 	return nil
+}
+
+// livesIn says why the netns in which somebody else than the record says that the pod lives
+// is not the pod's. If it is the recorded one even so, the search ends: the pod has not left
+// it for a new sandbox, but has taken its addresses off it, or keeps them from being read, and
+// may have put them into a netns that it made itself: NET_ADMIN suffices for that.
+func (p *pursuit) livesIn(v surveyed) error {
+	err := v.has(p.IPs)
+	if err == nil || p.Key == (Key{}) || v.key != p.Key {
+		return err
+	}
+	err = fmt.Errorf("the pod is still in the recorded netns %s, but: %w", v.key, err)
+	return errors.Join(err, p.dispute(err))
+}
+
+// unsure says whether another process may tell more of the pod: it has no netns, or one that
+// is not the recorded one.
+func (p *pursuit) unsure() bool {
+	return p.open() || p.netns != nil && p.Key != (Key{}) && p.netns.key != p.Key
 }

@@ -15,6 +15,7 @@ import (
 	"testing"
 
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
 	"ambientd/nodeagent/podnetns"
 	"ambientd/tools/netnstest"
@@ -91,6 +92,24 @@ func (n *node) address(ns *netnstest.NS, addr string) {
 			return err
 		}
 		return netlink.AddrAdd(lo, &netlink.Addr{IPNet: netlink.NewIPNet(netip.MustParseAddr(addr).AsSlice())})
+	})
+}
+
+// manyAddresses adds that many addresses to lo, from 10.1.0.1 on.
+func (n *node) manyAddresses(ns *netnstest.NS, count int) {
+	n.tb.Helper()
+	ns.Do(n.tb, func() error {
+		inside, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+		if err != nil {
+			return err
+		}
+		defer inside.Close()
+		lo, err := inside.LinkByName("lo")
+		for i := 0; i < count && err == nil; i++ {
+			ip := netip.AddrFrom4([4]byte{10, byte(1 + i/62500), byte(i / 250 % 250), byte(1 + i%250)})
+			err = inside.AddrAdd(lo, &netlink.Addr{IPNet: netlink.NewIPNet(ip.AsSlice())})
+		}
+		return err
 	})
 }
 

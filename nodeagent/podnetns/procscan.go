@@ -73,9 +73,9 @@ func (s *search) fromProcesses(ctx context.Context) error {
 	}); err != nil {
 		return err
 	}
-	anyOpen := s.anyOpen()
+	unsure := slices.ContainsFunc(s.order, (*pursuit).unsure)
 	for _, g := range procs.order {
-		if !g.contested && (!anyOpen || g.claimed) {
+		if !g.contested && (!unsure || g.claimed) {
 			continue
 		}
 		if err := s.examineRest(ctx, g); err != nil {

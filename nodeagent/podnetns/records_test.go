@@ -30,7 +30,9 @@ func TestFindByPaths(t *testing.T) {
 	own1, own2, own3 := n.netns("10.0.0.1"), n.netns("10.0.0.2"), n.netns("10.0.0.3")
 	pid1, pid2, file3 := n.process(own1, podCgroup(uid1)), n.process(own2, "/docker/2"), n.file(own3, "cni-3")
 	path1, path2 := "/proc/"+pid1+"/ns/net", "/proc/"+pid2+"/ns/net"
-	n.runtime = runtimePaths{uid2: {file3, "/proc/1/ns/none", path2}}
+	mount := filepath.Join(n.files, "mount")
+	n.must(os.Symlink("/proc/self/ns/mnt", mount))
+	n.runtime = runtimePaths{uid2: {file3, "/proc/1/ns/none", mount, path2}}
 	want := map[string]any{uid1: own1, uid2: own2, uid3: own3}
 	n.check(want, wantedPod(uid1, "10.0.0.1"), wantedPod(uid2, "10.0.0.2"), wantedPod(uid3, "10.0.0.3"))
 
