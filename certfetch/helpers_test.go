@@ -52,6 +52,13 @@ func run(t *testing.T, cfg certfetch.Config) *certfetch.Fetcher {
 	if err != nil {
 		t.Fatal(err)
 	}
+	begin(t, f)
+	return f
+}
+
+// begin is for a test that has something to do between New and Run.
+func begin(t *testing.T, f *certfetch.Fetcher) {
+	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- f.Run(ctx) }()
@@ -61,7 +68,6 @@ func run(t *testing.T, cfg certfetch.Config) *certfetch.Fetcher {
 			t.Errorf("Run: %v", err)
 		}
 	})
-	return f
 }
 
 func register(t *testing.T, f *certfetch.Fetcher, uid string, id spiffeid.ID) {

@@ -80,17 +80,16 @@ func TestSubscriptionCoalesces(t *testing.T) {
 func TestRootsAreThereBeforeAnyIdentity(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ca := catest.New(t)
-		cfg := certfetch.Config{Source: ca}
-		f, err := certfetch.New(cfg)
+		f, err := certfetch.New(certfetch.Config{Source: ca})
 		if err != nil {
 			t.Fatal(err)
 		}
 		if b := f.Bundle(); len(b.Roots) != 0 || b.Version != 0 {
 			t.Errorf("before the CA has answered: %+v", b)
 		}
-		f = run(t, cfg)
 		s := f.Subscribe()
 		defer s.Close()
+		begin(t, f)
 		assertSignal(t, s, "the first roots")
 		if b := f.Bundle(); len(b.Roots) != 1 || !b.Roots[0].Equal(ca.Root()) || b.Version == 0 {
 			t.Errorf("Bundle() = %+v, want the CA's root", b)
