@@ -5,7 +5,6 @@ package main
 import (
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"os"
@@ -96,12 +95,19 @@ func (i *installation) addInstall() error {
 // config is what is to be installed. Settings that are the plugin's defaults are left out.
 func (i *installation) config() (install.Config, error) {
 	c, deflt := i.agent.cfg, agent.Default()
+	var wait error
+	if i.target.Wait < 0 {
+		wait = fmt.Errorf("--wait %s: must not be negative", i.target.Wait)
+	}
 	if err := errors.Join(
+		i.checkDirs(),
+		errors.Join(absolute(given{"plugin", i.target.Plugin})...),
+		wait,
 		c.CheckPlugin(),
 		oneOf("agent-down-policy", i.agentDownPolicy, "namespace", "strict"),
 		oneOf("plugin-log-level", i.logLevel, "debug", "info", "warn", "error"),
 	); err != nil {
-		return install.Config{}, &configError{file: i.file, err: err}
+		return install.Config{}, &usageError{err: &configError{file: i.file, err: err}}
 	}
 	target := i.target
 	e := &target.Entry
@@ -134,6 +140,11 @@ func (i *installation) config() (install.Config, error) {
 	return target, nil
 }
 
+// checkDirs checks what install and uninstall have in common.
+func (i *installation) checkDirs() error {
+	return errors.Join(absolute(given{"cni-bin-dir", i.target.BinDir}, given{"cni-conf-dir", i.target.ConfDir})...)
+}
+
 func oneOf(flag, value string, allowed ...string) error {
 	if slices.Contains(allowed, value) {
 		return nil
@@ -150,7 +161,9 @@ func parseInstall(args []string, stdout io.Writer) (*installation, error) {
 			err = i.addInstall()
 		}
 		if err == nil && file != "" {
-			err = i.agent.readFile(file)
+			if err := i.agent.readFile(file); err != nil {
+				return nil, &usageError{err: err}
+			}
 		}
 		if err == nil {
 			err = parse(i.flags.set, args, stdout, func() string { return installUsage + i.flags.help() })
@@ -163,11 +176,8 @@ func parseInstall(args []string, stdout io.Writer) (*installation, error) {
 }
 
 // installPlugin is the command install.
-func installPlugin(ctx context.Context, args []string, stdout io.Writer) error {
+func installPlugin(ctx context.Context, args []string, stdout, _ io.Writer) error {
 	i, err := parseInstall(args, stdout)
-	if errors.Is(err, flag.ErrHelp) {
-		return nil
-	}
 	if err != nil {
 		return err
 	}
@@ -199,16 +209,16 @@ func installPlugin(ctx context.Context, args []string, stdout io.Writer) error {
 }
 
 // uninstallPlugin is the command uninstall.
-func uninstallPlugin(args []string, stdout io.Writer) error {
+func uninstallPlugin(_ context.Context, args []string, stdout, _ io.Writer) error {
 	i, err := newInstallation("uninstall")
 	if err == nil {
 		err = parse(i.flags.set, args, stdout, func() string { return uninstallUsage + i.flags.help() })
 	}
-	if errors.Is(err, flag.ErrHelp) {
-		return nil
-	}
 	if err != nil {
 		return err
+	}
+	if err := i.checkDirs(); err != nil {
+		return &usageError{err: &configError{err: err}}
 	}
 	changed, err := install.Uninstall(i.target)
 	var report strings.Builder

@@ -18,6 +18,7 @@ import (
 	"os/signal"
 	"runtime"
 	"runtime/debug"
+	"strings"
 	"syscall"
 )
 
@@ -31,8 +32,9 @@ func main() {
 	os.Exit(mainCode())
 }
 
-// mainCode runs the command of os.Args and returns the exit code: 0, 1 for an
-// error, 2 for a command line that cannot be understood.
+// mainCode runs the command of os.Args and returns the exit code: 0, 1 where the work
+// failed, 2 where nothing was begun, since the command line, or the configuration file
+// that it names, is wrong. Doing the same again may help with 1, never with 2.
 func mainCode() int {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
@@ -48,62 +50,91 @@ func mainCode() int {
 	return 1
 }
 
-// usageError is a command line that cannot be understood.
+// usageError is a command line, or a configuration file that it names, which cannot be
+// understood or used.
 type usageError struct {
 	err  error
-	help string // what to call to learn more
+	help string // what to call to learn more; empty where err says all
 }
 
-func (e *usageError) Error() string { return fmt.Sprintf("%v; see `%s`", e.err, e.help) }
+func (e *usageError) Error() string {
+	if e.help == "" {
+		return e.err.Error()
+	}
+	return fmt.Sprintf("%v; see `%s`", e.err, e.help)
+}
 
 func (e *usageError) Unwrap() error { return e.err }
+
+// command is one of the commands of ambientd. Its run returns flag.ErrHelp once it has
+// printed the help that it was asked for.
+type command struct {
+	name, summary string
+	run           func(ctx context.Context, args []string, stdout, stderr io.Writer) error
+}
+
+func commands() []command {
+	return []command{
+		{"run", "run the agent until SIGINT or SIGTERM; packet rules of enrolled pods stay, so that they fail closed", runAgent},
+		{"status", "show what the running agent has enrolled", showStatus},
+		{"verify", "compare pods with the kernel, and put right what differs", verify},
+		{"withdraw", "take pods out of the mesh, to stay out", withdraw},
+		{"enrol", "let pods back in that were withdrawn", enrol},
+		{"install", "put the CNI plugin on this machine, and its entry into the runtime's network configuration", installPlugin},
+		{"uninstall", "take both away again", uninstallPlugin},
+		{"version", "show the version", showVersion},
+	}
+}
 
 // run runs the command that args name.
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if len(args) == 0 {
 		return &usageError{err: errors.New("no command given"), help: "ambientd help"}
 	}
-	switch command, rest := args[0], args[1:]; command {
-	case "run":
-		return runAgent(ctx, rest, stdout, stderr)
-	case "status":
-		return showStatus(ctx, rest, stdout)
-	case "verify":
-		return verify(ctx, rest, stdout)
-	case "withdraw":
-		return withdraw(ctx, rest, stdout)
-	case "enrol":
-		return enrol(ctx, rest, stdout)
-	case "install":
-		return installPlugin(ctx, rest, stdout)
-	case "uninstall":
-		return uninstallPlugin(rest, stdout)
-	case "version", "--version", "-version", "-v":
-		return write(stdout, fmt.Sprintf("ambientd %s (%s, %s/%s)\n", buildVersion(), runtime.Version(), runtime.GOOS, runtime.GOARCH))
+	name, rest := args[0], args[1:]
+	switch name {
+	case "--version", "-version", "-v":
+		name = "version"
 	case "help", "--help", "-help", "-h":
 		if len(rest) == 0 {
-			return write(stdout, overview)
+			return write(stdout, overview())
+		}
+		if len(rest) > 1 {
+			return &usageError{err: fmt.Errorf("unexpected argument %q", rest[1]), help: "ambientd help"}
 		}
 		return run(ctx, []string{rest[0], "--help"}, stdout, stderr)
-	default:
-		return &usageError{err: fmt.Errorf("unknown command %q", command), help: "ambientd help"}
 	}
+	for _, c := range commands() {
+		if c.name == name {
+			if err := c.run(ctx, rest, stdout, stderr); !errors.Is(err, flag.ErrHelp) {
+				return err
+			}
+			return nil
+		}
+	}
+	return &usageError{err: fmt.Errorf("unknown command %q", name), help: "ambientd help"}
 }
 
-const overview = `ambientd is the node agent of an ambient mesh.
+func overview() string {
+	var out strings.Builder
+	out.WriteString("ambientd is the node agent of an ambient mesh.\n\nUsage: ambientd COMMAND [FLAGS]\n\n")
+	for _, c := range append(commands(), command{name: "help", summary: "show this, or the flags of a command: ambientd help run"}) {
+		fmt.Fprintf(&out, "  %-9s %s\n", c.name, c.summary)
+	}
+	out.WriteString(`
+The exit code is 0 when all was done; 1 when it failed; 2 when nothing was begun, because the command line, or the configuration
+file that it names, is wrong.
+`)
+	return out.String()
+}
 
-Usage: ambientd COMMAND [FLAGS]
-
-  run       run the agent until SIGINT or SIGTERM; packet rules of enrolled pods stay, so that they fail closed
-  status    show what the running agent has enrolled
-  verify    compare pods with the kernel, and put right what differs
-  withdraw  take pods out of the mesh, to stay out
-  enrol     let pods back in that were withdrawn
-  install   put the CNI plugin on this machine, and its entry into the runtime's network configuration
-  uninstall take both away again
-  version   show the version
-  help      show this, or the flags of a command: ambientd help run
-`
+// showVersion is the command version.
+func showVersion(_ context.Context, args []string, stdout, _ io.Writer) error {
+	if err := parse(newFlags("version").set, args, stdout, func() string { return "Usage: ambientd version\n\nShows the version.\n" }); err != nil {
+		return err
+	}
+	return write(stdout, fmt.Sprintf("ambientd %s (%s, %s/%s)\n", buildVersion(), runtime.Version(), runtime.GOOS, runtime.GOARCH))
+}
 
 // buildVersion is what the linker was told, or else what the Go tool recorded.
 func buildVersion() string {

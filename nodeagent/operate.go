@@ -5,7 +5,6 @@ package main
 import (
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"strings"
@@ -26,15 +25,12 @@ any all enrolled pods are compared. Only root may ask. The exit code is 1 if any
 `
 
 // verify is the command verify.
-func verify(ctx context.Context, args []string, stdout io.Writer) error {
+func verify(ctx context.Context, args []string, stdout, _ io.Writer) error {
 	c := newClient("verify", operationTimeout)
 	probes, asJSON := boolean(false), boolean(false)
 	c.flags.add(&probes, "probes", "connect from the host to each pod too, and see whose that seems to be in the pod")
 	c.flags.add(&asJSON, "json", "print JSON, for programs")
 	pods, err := parseNames(c.flags.set, args, stdout, c.help(verifyUsage))
-	if errors.Is(err, flag.ErrHelp) {
-		return nil
-	}
 	if err != nil {
 		return err
 	}
@@ -67,7 +63,7 @@ out until ` + "`ambientd enrol`" + `, or until the agent is started again. A POD
 `
 
 // withdraw is the command withdraw.
-func withdraw(ctx context.Context, args []string, stdout io.Writer) error {
+func withdraw(ctx context.Context, args []string, stdout, _ io.Writer) error {
 	return operate(ctx, args, stdout, operation{
 		name: "withdraw", usage: withdrawUsage, all: "all pods that are enrolled", done: "withdrawn", none: "no pod was enrolled", do: admin.Withdraw,
 	})
@@ -80,7 +76,7 @@ Lets pods back into the mesh that ` + "`ambientd withdraw`" + ` keeps out. Those
 `
 
 // enrol is the command enrol.
-func enrol(ctx context.Context, args []string, stdout io.Writer) error {
+func enrol(ctx context.Context, args []string, stdout, _ io.Writer) error {
 	return operate(ctx, args, stdout, operation{
 		name: "enrol", usage: enrolUsage, all: "all pods that are kept out", done: "let back in", none: "no pod was kept out", do: admin.Enrol,
 	})
@@ -99,9 +95,6 @@ func operate(ctx context.Context, args []string, stdout io.Writer, o operation) 
 	all := boolean(false)
 	c.flags.add(&all, "all", o.all)
 	pods, err := parseNames(c.flags.set, args, stdout, c.help(o.usage))
-	if errors.Is(err, flag.ErrHelp) {
-		return nil
-	}
 	if err != nil {
 		return err
 	}

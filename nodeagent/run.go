@@ -4,8 +4,6 @@ package main
 
 import (
 	"context"
-	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"log/slog"
@@ -55,9 +53,6 @@ func settleHeap() {
 // runAgent is the command run.
 func runAgent(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	cfg, err := configure(args, stdout)
-	if errors.Is(err, flag.ErrHelp) {
-		return nil
-	}
 	if err != nil {
 		return err
 	}
@@ -100,7 +95,7 @@ func configure(args []string, stdout io.Writer) (agent.Config, error) {
 		return agent.Config{}, err
 	}
 	if err := merged.readFile(first.file); err != nil {
-		return agent.Config{}, err
+		return agent.Config{}, &usageError{err: err}
 	}
 	if err := parse(merged.flags.set, args, stdout, func() string { return "" }); err != nil {
 		return agent.Config{}, err
@@ -111,7 +106,7 @@ func configure(args []string, stdout io.Writer) (agent.Config, error) {
 // validate checks the settings as a whole.
 func (s *settings) validate(file string) error {
 	if err := s.cfg.Validate(); err != nil {
-		return &configError{file: file, err: err}
+		return &usageError{err: &configError{file: file, err: err}}
 	}
 	return nil
 }

@@ -5,8 +5,6 @@ package main
 import (
 	"context"
 	"encoding/json"
-	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"path/filepath"
@@ -17,14 +15,11 @@ import (
 )
 
 // showStatus is the command status.
-func showStatus(ctx context.Context, args []string, stdout io.Writer) error {
+func showStatus(ctx context.Context, args []string, stdout, _ io.Writer) error {
 	c := newClient("status", 5*time.Second)
 	asJSON := boolean(false)
 	c.flags.add(&asJSON, "json", "print JSON, for programs")
 	err := parse(c.flags.set, args, stdout, c.help("Usage: ambientd status [FLAGS]\n\nShows what the agent on this machine has enrolled. Only root may ask.\n"))
-	if errors.Is(err, flag.ErrHelp) {
-		return nil
-	}
 	if err == nil {
 		err = c.check()
 	}
@@ -85,12 +80,9 @@ const minTimeout = time.Millisecond
 
 // check returns everything that is wrong with the values of the flags.
 func (c *client) check() error {
-	var errs []error
-	if !filepath.IsAbs(c.cfg.RunDir) {
-		errs = append(errs, fmt.Errorf("--run-dir %s: must be an absolute path", c.cfg.RunDir))
-	}
-	if c.cfg.AdminSocket != "" && !filepath.IsAbs(c.cfg.AdminSocket) {
-		errs = append(errs, fmt.Errorf("--admin-socket %s: must be an absolute path", c.cfg.AdminSocket))
+	errs := absolute(given{"run-dir", c.cfg.RunDir})
+	if c.cfg.AdminSocket != "" {
+		errs = append(errs, absolute(given{"admin-socket", c.cfg.AdminSocket})...)
 	}
 	if timeout := time.Duration(c.timeout); timeout < minTimeout {
 		errs = append(errs, fmt.Errorf("--timeout %s: must be at least %s", timeout, minTimeout))
@@ -99,4 +91,17 @@ func (c *client) check() error {
 		return &usageError{err: sentence(errs), help: "ambientd " + c.command + " --help"}
 	}
 	return nil
+}
+
+// given is the value of a flag.
+type given struct{ flag, value string }
+
+// absolute returns an error for each path that is not.
+func absolute(paths ...given) (errs []error) {
+	for _, path := range paths {
+		if !filepath.IsAbs(path.value) {
+			errs = append(errs, fmt.Errorf("--%s %s: must be an absolute path", path.flag, path.value))
+		}
+	}
+	return errs
 }
