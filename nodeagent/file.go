@@ -153,13 +153,10 @@ func kindInYAML(t reflect.Type) string {
 	return "another kind of value"
 }
 
-// suggestion is for keys that differ in case, or were written as the flag.
+// suggestion is for keys that are misspelt, or were written as the flag.
 func (s *settings) suggestion(key string) string {
-	bare := strings.ReplaceAll(key, "-", "")
-	for known := range s.keys {
-		if strings.EqualFold(known, bare) {
-			return fmt.Sprintf(", did you mean %s?", known)
-		}
+	if near := didYouMean(key, append(slices.Collect(maps.Keys(s.keys)), keySelectors)); near != "" {
+		return near
 	}
 	return "; `ambientd run --help` lists the flags, whose names in camelCase are the keys"
 }

@@ -104,15 +104,16 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		}
 		return run(ctx, []string{rest[0], "--help"}, stdout, stderr)
 	}
+	known := []string{"help"}
 	for _, c := range commands() {
-		if c.name == name {
+		if known = append(known, c.name); c.name == name {
 			if err := c.run(ctx, rest, stdout, stderr); !errors.Is(err, flag.ErrHelp) {
 				return err
 			}
 			return nil
 		}
 	}
-	return &usageError{err: fmt.Errorf("unknown command %q", name), help: "ambientd help"}
+	return &usageError{err: fmt.Errorf("unknown command %q%s", name, didYouMean(name, known)), help: "ambientd help"}
 }
 
 func overview() string {
@@ -175,7 +176,7 @@ func parseNames(set *flag.FlagSet, args []string, stdout io.Writer, help func() 
 			}
 			return nil, flag.ErrHelp
 		case err != nil:
-			return nil, &usageError{err: gnuStyle(err), help: "ambientd " + set.Name() + " --help"}
+			return nil, &usageError{err: flagError(set, err), help: "ambientd " + set.Name() + " --help"}
 		}
 		rest := set.Args()
 		if parsed := len(args) - len(rest); parsed > 0 && args[parsed-1] == "--" || len(rest) == 0 {
