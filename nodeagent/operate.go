@@ -41,7 +41,7 @@ func verify(ctx context.Context, args []string, stdout, _ io.Writer) error {
 	defer cancel()
 	result, err := admin.Verify(ctx, c.socket(), admin.VerifyRequest{Pods: pods, Probes: bool(probes)})
 	if err != nil {
-		return err
+		return c.advise(err)
 	}
 	show := admin.WriteFindings
 	if asJSON {
@@ -109,7 +109,7 @@ func operate(ctx context.Context, args []string, stdout io.Writer, o operation) 
 	defer cancel()
 	outcome, err := o.do(ctx, c.socket(), selection)
 	if err != nil {
-		return err
+		return c.advise(err)
 	}
 	var report strings.Builder
 	for _, pod := range outcome.Pods {

@@ -5,9 +5,12 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"path/filepath"
+	"syscall"
 	"time"
 
 	"ambientd/nodeagent/admin"
@@ -30,7 +33,7 @@ func showStatus(ctx context.Context, args []string, stdout, _ io.Writer) error {
 	defer cancel()
 	status, err := admin.Fetch(ctx, c.socket())
 	if err != nil {
-		return err
+		return c.advise(err)
 	}
 	if asJSON {
 		return writeJSON(stdout, status)
@@ -60,6 +63,24 @@ func (c *client) help(usage string) func() string {
 }
 
 func (c *client) socket() string { return c.cfg.AdminSocketPath() }
+
+// advise adds to the error of an agent that is not there the flag by which it may be elsewhere:
+// the one that was given.
+func (c *client) advise(err error) error {
+	if !errors.Is(err, syscall.ENOENT) && !errors.Is(err, syscall.ECONNREFUSED) {
+		return err
+	}
+	given := map[string]bool{}
+	c.flags.set.Visit(func(f *flag.Flag) { given[f.Name] = true })
+	used := "--run-dir or --admin-socket"
+	switch {
+	case given["admin-socket"]: // it counts, whatever the directory
+		used = "--admin-socket"
+	case given["run-dir"]:
+		used = "--run-dir"
+	}
+	return fmt.Errorf("%w if so, give the %s that it was started with", err, used)
+}
 
 // bound returns a context that ends with the time that the user gave.
 func (c *client) bound(ctx context.Context) (context.Context, context.CancelFunc) {

@@ -116,7 +116,7 @@ func read(resp *http.Response, target any) error {
 func advice(err error) string {
 	switch {
 	case errors.Is(err, syscall.ENOENT), errors.Is(err, syscall.ECONNREFUSED):
-		return "; is ambientd running, and with this --admin-socket?"
+		return "; is ambientd running?"
 	case errors.Is(err, syscall.EACCES), errors.Is(err, io.EOF), errors.Is(err, syscall.ECONNRESET), errors.Is(err, syscall.EPIPE):
 		return "; only root may ask"
 	}
