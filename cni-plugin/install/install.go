@@ -56,8 +56,11 @@ func Install(ctx context.Context, cfg Config) (Result, error) {
 	deadline := time.Now().Add(cfg.Wait)
 	for {
 		err := chain(cfg.ConfDir, entry, &result)
-		if !errors.Is(err, errNotYet) || time.Now().Add(retryPause).After(deadline) {
+		if !errors.Is(err, errNotYet) {
 			return result, err
+		}
+		if time.Now().Add(retryPause).After(deadline) {
+			return result, result.halfway(err)
 		}
 		if cfg.Waiting != nil {
 			cfg.Waiting(err)
@@ -65,10 +68,16 @@ func Install(ctx context.Context, cfg Config) (Result, error) {
 		}
 		select {
 		case <-ctx.Done():
-			return result, fmt.Errorf("%w; stopped waiting for it", err)
+			return result, result.halfway(fmt.Errorf("%w; stopped waiting for it", err))
 		case <-time.After(retryPause):
 		}
 	}
+}
+
+// halfway is the error of an installation that has to be repeated. The binary stays: it is needed
+// then, and where an entry of an earlier installation is about to come back, before.
+func (r Result) halfway(err error) error {
+	return fmt.Errorf("%w; %s is in place already, and no runtime calls it before `ambientd install` is run again and puts its entry in", err, r.Binary)
 }
 
 // chain puts the entry where the runtime looks, and nowhere else.
