@@ -455,7 +455,7 @@ func TestWriteTableTellsWhatWasRepaired(t *testing.T) {
 	status.Redirection.Probed, status.Redirection.IPv6Uncaptured = status.Started, "drop"
 	status.Pods[0].Families = []string{"ipv4"}
 	status.Pods[0].MalformedOptions = []admin.MalformedOption{{Annotation: "ambient.istio.io/dns-capture", Value: "may\tbe", Problem: "it must be true or false"}}
-	status.Pods[0].Audit = admin.AuditStatus{Repairs: 2, LastRepair: now.Add(-time.Minute), Repaired: []string{"route: missing", "rule: missing"}}
+	status.Pods[0].Audit = admin.AuditStatus{Repairs: 2, LastRepair: now.Add(-time.Minute), Repaired: []string{"route: missing", "rule: missing\x1b[31m"}}
 	status.Pods[0].Probes = []admin.ProbeFinding{{
 		Address: netip.MustParseAddr("10.0.0.2"), Want: netip.MustParseAddr("169.254.7.127"), Got: netip.MustParseAddr("10.0.0.1"), Checked: now.Add(-time.Second),
 	}}
@@ -474,10 +474,13 @@ OPTIONS THAT COUNT AS ABSENT
 shop/web-0: ambient.istio.io/dns-capture="may\tbe": it must be true or false
 
 AUDITS
-shop/web-0: repaired 2 times, last 1m0s ago: route: missing; rule: missing
+shop/web-0: repaired 2 times, last 1m0s ago
+  route: missing
+  rule: missing [31m
 shop/web-0: a connection from the host to 10.0.0.2 arrives from 10.0.0.1, want 169.254.7.127 (1s ago)
 shop/web-1: cannot be compared or repaired: no memory
-the host's rule for probes: repaired once, last 0s ago: set: missing
+the host's rule for probes: repaired once, last 0s ago
+  set: missing
 
 MANIFESTS THAT ARE NOT IN USE, OR NOT WHOLLY
 /etc/ambientd/manifests/web.yaml: document 2: unknown field

@@ -206,7 +206,10 @@ func repairs(name string, a AuditStatus, now time.Time) (lines []string) {
 		lines = append(lines, fmt.Sprintf("%s: cannot be compared or repaired: %s", name, a.Error))
 	}
 	if a.Repairs > 0 {
-		lines = append(lines, fmt.Sprintf("%s: repaired %s, last %s ago: %s", name, times(a.Repairs), short(now.Sub(a.LastRepair)), strings.Join(a.Repaired, "; ")))
+		lines = append(lines, fmt.Sprintf("%s: repaired %s, last %s ago", name, times(a.Repairs), short(now.Sub(a.LastRepair))))
+		for _, difference := range a.Repaired {
+			lines = append(lines, "  "+difference)
+		}
 	}
 	return lines
 }
