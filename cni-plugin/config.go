@@ -9,10 +9,10 @@ import (
 	"log/slog"
 	"path"
 	"slices"
-	"strings"
 	"time"
 
 	"ambientd/cni-plugin/podevent"
+	"ambientd/cni-plugin/spelling"
 )
 
 // downPolicy is what becomes of pods of other namespaces than the excluded ones while the agent is down.
@@ -77,9 +77,10 @@ const maxSocketPath = 107
 // parseConfig reads the network configuration. An error names every key with a bad value; those
 // keys have their defaults in the config that is returned along with it, which DEL goes on with.
 //
-// Unknown keys are tolerated. Runtimes add keys of their own (runtimeConfig, prevResult, args,
-// cni.dev/…), and whoever writes the conflist may annotate it. But a key that is ours save for the
-// case of its letters is a mistake for sure, which tolerance would hide.
+// Unknown keys are tolerated, although the specification lets a plugin refuse them: runtimes and
+// meta-plugins add keys of their own (runtimeConfig, prevResult, args, cni.dev/…, deviceID), new ones
+// with any release, and whoever writes the conflist may annotate it. But a key that is ours save for
+// a slip is a mistake for sure, which tolerance would hide.
 func parseConfig(stdin []byte) (config, error) {
 	conf := defaults()
 	var raw map[string]json.RawMessage
@@ -129,10 +130,10 @@ func parseConfig(stdin []byte) (config, error) {
 	return conf, joined(errs...)
 }
 
-// misspelled looks for a key that differs from name in the case of letters only.
+// misspelled looks for a key that was meant to be name.
 func misspelled(raw map[string]json.RawMessage, name string) error {
 	for given := range raw {
-		if given != name && strings.EqualFold(given, name) {
+		if given != name && spelling.Near(given, name) {
 			return fmt.Errorf("key %q: it is spelled %q", given, name)
 		}
 	}

@@ -15,6 +15,15 @@ import (
 	"ambientd/cni-plugin/podevent"
 )
 
+// othersKeys are those of the specification, what runtimes and meta-plugins put in, and what other
+// plugins of a chain read.
+const othersKeys = `{"cniVersion":"1.1.0","cniVersions":["1.0.0"],"name":"n","type":"ambient-cni","disableCheck":true,"disableGC":true,"loadOnlyInlinedPlugins":false,
+	"args":{"cni":{"labels":[]}},"ipMasq":true,"ipam":{"type":"host-local"},"dns":{"nameservers":[]},"capabilities":{"portMappings":true},
+	"runtimeConfig":{"portMappings":[]},"prevResult":{},"cni.dev/valid-attachments":[],"cni.dev/attachments":[],"io.kubernetes.cri.sandbox-id":"c1",
+	"deviceID":"0000:03:02.0","pciBusID":"0000:03:02.0","resourceName":"x/y","namespaceIsolation":true,"delegate":{},"daemonSocketDir":"/d",
+	"mtu":1500,"bridge":"cni0","master":"eth0","mode":"l2","policy":{"type":"k8s"},"kubernetes":{"kubeconfig":"/k"},"logFile":"/l",
+	"sysctl":{},"snat":true,"datastore_type":"kubernetes","//":"a comment","_comment":"another"}`
+
 func TestParseConfig(t *testing.T) {
 	with := func(change func(*config)) config {
 		c := defaults()
@@ -63,6 +72,11 @@ func TestParseConfig(t *testing.T) {
 		{"time without a unit", `{"name":"n","timeout":20}`, with(func(*config) {}), []string{`key "timeout": value 20: expected a string such as "20s"`}},
 		{"long path", `{"name":"n","runDir":"/` + strings.Repeat("x", 100) + `"}`, with(func(c *config) { c.runDir = "/" + strings.Repeat("x", 100) }), []string{"at most 107 bytes, this one 118"}},
 		{"spelling", `{"name":"n","ownpods":[]}`, with(func(*config) {}), []string{`key "ownpods": it is spelled "ownPods"`}},
+		{"another style", `{"name":"n","exclude_namespaces":[]}`, with(func(*config) {}), []string{`key "exclude_namespaces": it is spelled "excludeNamespaces"`}},
+		{"slips", `{"name":"n","excludeNamespace":["a"],"stirctStatus":true,"log-levl":"debug"}`, with(func(*config) {}), []string{
+			`key "excludeNamespace": it is spelled "excludeNamespaces"`, `key "stirctStatus": it is spelled "strictStatus"`, `key "log-levl": it is spelled "logLevel"`,
+		}},
+		{"others' keys", othersKeys, with(func(c *config) { c.prevResult, c.validAttachments = json.RawMessage(`{}`), json.RawMessage(`[]`) }), nil},
 		{"no configuration", `[]`, defaults(), []string{"network configuration: json"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {

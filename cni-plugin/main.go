@@ -6,8 +6,8 @@
 //
 // It owns the CNI protocol: verbs, versions, network configuration, error codes. It refuses to know
 // Kubernetes, to hold a credential, and to enter a network namespace. It runs on every pod start,
-// and starting the process is most of what it costs: it imports the CNI skeleton, podevent and the
-// standard library, and nothing that makes these start slower.
+// and starting the process is most of what it costs: it imports the CNI skeleton, podevent, spelling
+// and the standard library, and nothing that makes these start slower.
 //
 // What it decides without the agent is which pods must never wait for it: see [podevent.Exclusions] and [config.passesWithoutAgent].
 package main
