@@ -40,7 +40,7 @@ var fences = []fence{
 			"google.golang.org/protobuf":  "its start-up registers types on every pod start; podevent is JSON",
 			"k8s.io":                      "the plugin has no credentials and knows no Kubernetes: it asks the agent",
 			"sigs.k8s.io":                 "the plugin has no credentials and knows no Kubernetes: it asks the agent",
-			"ambientd/nodeagent":          "plugin and agent share cni-plugin/podevent and nothing else",
+			"ambientd/nodeagent":          "plugin and agent share podevent and spelling of cni-plugin, and nothing else",
 			"ambientd/certfetch":          "no key and no identity may ever be within the plugin's reach",
 			"ambientd/iptables":           "rules are the agent's work; the plugin's process start is what each pod waits for",
 			"ambientd/cni-plugin/install": "installing is done once a node, the plugin runs for each pod",
