@@ -201,6 +201,9 @@ func (e *Enroller) skip(req podevent.Request, pod workload.Pod, reason string, n
 	}
 	e.mu.Lock()
 	if key != (podnetns.Key{}) {
+		if e.places[pod.UID].key != key {
+			e.holds[pod.UID] = holdsNone // the runtime has just made it
+		}
 		e.places[pod.UID] = place{namespace: pod.Namespace, name: pod.Name, path: req.NetnsPath, key: key, ips: req.IPs}
 	}
 	e.attachments.record(req.Attachment(), attachment{

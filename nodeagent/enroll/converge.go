@@ -32,11 +32,11 @@ type Finder interface {
 // withdrawn, changed options are applied in place. What fails is tried again with a
 // growing pause, until it succeeds or the pod is gone.
 func (e *Enroller) Run(ctx context.Context) error {
-	again, over := retries{}, retries{}
+	again, over, left := retries{}, retries{}, rounds{}
 	for {
-		e.converge(ctx, again, over)
+		e.converge(ctx, again, over, &left)
 		now := time.Now()
-		timer := time.NewTimer(min(again.pause(now), over.pause(now)))
+		timer := time.NewTimer(min(again.pause(now), over.pause(now), left.wait(now)))
 		select {
 		case <-ctx.Done():
 			timer.Stop()
@@ -134,17 +134,24 @@ func (e *Enroller) plan(l listing) plan {
 			delete(e.ended, uid)
 		}
 	}
+	for uid := range e.holds {
+		if _, ok := l.pod(uid); !ok {
+			delete(e.holds, uid)
+		}
+	}
 	return p
 }
 
 // converge carries out the plan once. Pods that could not be enrolled, or were not
-// found running, are noted in again, those without a sandbox in over.
-func (e *Enroller) converge(ctx context.Context, again, over retries) {
+// found running, are noted in again, those without a sandbox in over, and in left when those
+// outside the mesh are looked at.
+func (e *Enroller) converge(ctx context.Context, again, over retries, left *rounds) {
 	for _, uid := range e.takeReleased() {
 		// It may have been looked for in vain before it ran: its operator does not wait for that.
 		delete(again, uid)
 	}
-	p := e.plan(e.list())
+	listed := e.list()
+	p := e.plan(listed)
 	again.keep(p.enrol)
 	// As when an earlier agent ended between the withdrawal and the word of it: whoever believed
 	// the annotation would talk to the pod in a way that nobody there understands.
@@ -173,6 +180,7 @@ func (e *Enroller) converge(ctx context.Context, again, over retries) {
 	}
 	e.reportUnfound(again.unfound(p.enrol))
 	e.reportOver(p.over, over, time.Now())
+	e.clearSuspects(ctx, listed, left)
 }
 
 // reportUnfound tells of pods that run and are not found.

@@ -172,7 +172,8 @@ func (c Config) validate() error {
 type Enroller struct {
 	cfg     Config
 	pins    *podnetns.Pins
-	memory  Memory // nil if the backend has none
+	memory  Memory   // nil if the backend has none
+	looks   Presence // likewise
 	turns   turns
 	flights flights
 	wake    chan struct{} // holds a token when Run is to look again
@@ -187,6 +188,7 @@ type Enroller struct {
 	withheld    map[string]bool       // by pod UID: withdrawn by an operator, to stay out
 	released    []string              // pod UIDs that are not withheld any more, for Run
 	ended       map[string]ending     // by pod UID: a sandbox whose last DEL came
+	holds       map[string]holding    // by pod UID: rules of ours in its netns
 	changes     map[string]struct{}   // by pod UID: enrolled or withdrawn since Changes was called
 	attachments attachments
 }
@@ -221,10 +223,12 @@ func New(cfg Config) (*Enroller, error) {
 		cfg.Reporter = silent{}
 	}
 	memory, _ := cfg.Redirection.(Memory)
+	looks, _ := cfg.Redirection.(Presence)
 	return &Enroller{
 		cfg:         cfg,
 		pins:        cfg.Pins,
 		memory:      memory,
+		looks:       looks,
 		wake:        make(chan struct{}, 1),
 		changed:     make(chan struct{}, 1),
 		applying:    make(chan struct{}, maxApplying),
@@ -232,6 +236,7 @@ func New(cfg Config) (*Enroller, error) {
 		places:      map[string]place{},
 		withheld:    map[string]bool{},
 		ended:       map[string]ending{},
+		holds:       map[string]holding{},
 		changes:     map[string]struct{}{},
 		attachments: newAttachments(),
 	}, nil

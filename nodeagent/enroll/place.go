@@ -130,6 +130,9 @@ func (e *Enroller) recall(r records.Record) {
 	e.places[r.UID] = place{
 		namespace: r.Namespace, name: r.Name, path: r.NetnsPath, key: r.Key, ips: r.IPs, kept: r.KeepEstablished, ours: r.Skipped == "",
 	}
+	if r.Skipped == "" {
+		e.holds[r.UID] = holdsOurs
+	}
 	if e.memory != nil && r.Seen != (redirection.Sighting{}) && r.Key.BootID == e.cfg.Host.Key().BootID {
 		e.memory.Recall(r.Key.Cookie, r.Seen)
 	}

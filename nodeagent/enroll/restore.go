@@ -66,13 +66,12 @@ func (e *Enroller) restoreFound(ctx context.Context, listed listing, recorded ma
 	}
 	for uid, ns := range found {
 		pod, known := listed.pod(uid)
-		decision := e.cfg.Policy.Decide(pod)
 		asRecorded, hasPod := recordedPod(recorded[uid])
 		switch {
-		case known && decision.InMesh:
+		case known && e.cfg.Policy.Decide(pod).InMesh:
 			work.do(uid, func() error { return e.restorePod(ctx, pod, ns) })
 		case known:
-			work.do(uid, func() error { return e.clearRestored(ctx, pod, decision.Reason, ns) })
+			work.do(uid, func() error { return e.clearOutside(ctx, pod, ns) })
 		case listed.complete:
 			work.do(uid, func() error { return e.clear(ctx, ns) })
 		case hasPod:
@@ -128,26 +127,6 @@ func (e *Enroller) setDown(ctx context.Context, p *enrolment) error {
 	e.forgetEnrolment(p)
 	e.cfg.Identities.Unregister(uid)
 	return errors.Join(e.cfg.Probes.Remove(ctx, uid), e.retract(ctx, uid), e.pins.Unpin(uid))
-}
-
-// clearRestored removes our rules from the netns of a pod that has left the mesh for that
-// reason while no agent ran, and notes that it is outside. It owns ns.
-func (e *Enroller) clearRestored(ctx context.Context, pod workload.Pod, reason string, ns *podnetns.Netns) error {
-	release, err := e.turns.take(ctx, pod.UID)
-	if err != nil {
-		return errors.Join(&StepError{Step: stepTurn, Err: err}, ns.Close())
-	}
-	defer release()
-	e.cfg.Reporter.State(pod, StateOut)
-	key := ns.Key()
-	if err := e.clear(ctx, ns); err != nil {
-		return err
-	}
-	e.mu.Lock()
-	e.attachments.setSkipped(pod.UID, key, reason)
-	e.mu.Unlock()
-	e.remember(pod.UID)
-	return nil
 }
 
 // clear removes our rules from a netns whose pod has left the mesh. It owns ns.

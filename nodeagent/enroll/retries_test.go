@@ -73,3 +73,55 @@ func TestReportOver(t *testing.T) {
 		t.Errorf("the next look is in %s, want within %s", pause, searchTick)
 	}
 }
+
+// TestRounds: pods outside the mesh are looked at a moment after the first of them is known, and in growing pauses
+// as long as some are left.
+func TestRounds(t *testing.T) {
+	var r rounds
+	now := time.Now()
+	if r.due(0, now) || r.wait(now) < time.Minute {
+		t.Errorf("without pods the next round is in %s", r.wait(now))
+	}
+	for _, want := range []time.Duration{firstRetry, 2 * firstRetry, 4 * firstRetry} {
+		if r.due(2, now) || r.due(3, now.Add(want-1)) {
+			t.Errorf("a round is due before %s have passed", want)
+		}
+		if got := r.wait(now); got != want {
+			t.Errorf("the next round is in %s, want %s", got, want)
+		}
+		now = now.Add(want)
+		if !r.due(3, now) {
+			t.Errorf("no round is due after %s", want)
+		}
+		r.end(2, now)
+	}
+	for range 20 {
+		r.end(1, now)
+	}
+	if got := r.wait(now); got != lastRetry {
+		t.Errorf("after many rounds the next is in %s", got)
+	}
+	r.end(0, now)
+	if r.due(1, now) || r.wait(now) != firstRetry {
+		t.Errorf("after a round that left none the next is in %s", r.wait(now))
+	}
+}
+
+// TestNotFoundIsEnough: a pod of which nothing is known is not looked for again when it was not found, unless the
+// search did not come to its end; one that holds rules of ours is.
+func TestNotFoundIsEnough(t *testing.T) {
+	missing, stopped := fmt.Errorf("no process: %w", podnetns.ErrNotFound), errors.New("too many open files")
+	e := &Enroller{holds: map[string]holding{"ours": holdsOurs}}
+	for _, c := range []struct {
+		uid   string
+		why   error
+		again bool
+	}{{"unknown", stopped, true}, {"unknown", missing, false}, {"ours", stopped, true}, {"ours", missing, true}} {
+		if again := e.notFound(c.uid, c.why) != nil; again != c.again {
+			t.Errorf("pod %s, %v: again %t", c.uid, c.why, again)
+		}
+	}
+	if e.holds["unknown"] != holdsNone || e.holds["ours"] != holdsOurs {
+		t.Errorf("known is %v", e.holds)
+	}
+}

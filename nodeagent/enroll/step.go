@@ -82,7 +82,7 @@ func (e *Enroller) steps(p *enrolment, ns *podnetns.Netns, w way) []step {
 		}, {
 			name: stepRedirection,
 			do:   func(ctx context.Context) error { return w.redirect(ctx, p, ns) },
-			undo: func(ctx context.Context) error { return e.cfg.Redirection.Remove(ctx, ns) },
+			undo: func(ctx context.Context) error { return e.remove(ctx, uid, ns) },
 		}, {
 			name: stepProxy,
 			do:   func(ctx context.Context) error { return w.announce(ctx, p, ns) },
@@ -203,6 +203,7 @@ func (e *Enroller) redirect(ctx context.Context, p *enrolment, ns *podnetns.Netn
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	}
+	e.noteHolding(p.pod.UID, holdsOurs)
 	families, err := e.cfg.Redirection.Apply(ctx, ns, p.options)
 	if err != nil {
 		return err

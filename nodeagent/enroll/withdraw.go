@@ -121,7 +121,7 @@ func (e *Enroller) takeOut(ctx context.Context, p *enrolment) error {
 	}
 	keep(stepProbes, e.cfg.Probes.Remove(ctx, uid))
 	if ns, ok := e.pins.Get(uid); ok {
-		keep(stepRedirection, e.cfg.Redirection.Remove(ctx, ns))
+		keep(stepRedirection, e.remove(ctx, uid, ns))
 	}
 	keep(stepNetns, e.pins.Unpin(uid))
 	keep(stepProxy, e.retract(ctx, uid))

@@ -75,6 +75,9 @@ func (e *Enroller) withhold(ctx context.Context, pod workload.Pod) error {
 	err = e.takeOut(ctx, p)
 	e.remember(pod.UID)
 	e.cfg.Logger.Info("pod withdrawn by an operator", "pod", pod.String(), "uid", pod.UID, "netns", p.netns.String())
+	if err != nil {
+		e.lookAgain() // for what is left
+	}
 	return err
 }
 
@@ -102,12 +105,17 @@ func (e *Enroller) Release(names []string) ([]string, error) {
 			return nil, fmt.Errorf("%s: %w", name, ErrNoSuchPod)
 		}
 	}
+	e.lookAgain()
+	slices.Sort(out)
+	return out, nil
+}
+
+// lookAgain has Run do so.
+func (e *Enroller) lookAgain() {
 	select {
 	case e.wake <- struct{}{}:
 	default:
 	}
-	slices.Sort(out)
-	return out, nil
 }
 
 // takeReleased returns the pods that have been let back in since it was called last.
