@@ -32,6 +32,9 @@ type Backend interface {
 	Apply(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, error)
 	// Verify returns the families that it should cover there, and in what the kernel's state differs. It writes nothing.
 	Verify(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, []redirection.Difference, error)
+	// HasOwn tells whether there are packet rules of its own there, whatever they say. It writes nothing, and starts no
+	// process where there are none of anybody's.
+	HasOwn(ctx context.Context, run redirection.Runner) (bool, error)
 	// Remove leaves nothing of redirection there. It succeeds where there is nothing.
 	Remove(ctx context.Context, ns redirection.Netns) error
 }

@@ -39,19 +39,19 @@ func (b *Backend) RemoveForeign(ctx context.Context, run redirection.Runner) (bo
 	return b.native.RemoveForeign(ctx, run)
 }
 
-// HasOther reports whether the pod's netns holds rules of our own by another means
-// than this backend's: the nftables backend's table, or the other variant's
-// chains. It reads only.
-func (b *Backend) HasOther(ctx context.Context, run redirection.Runner) (bool, error) {
-	variant := inLegacy(xtables.HasLegacy, xtables.Ours)
+// HasOwn reports whether the pod's netns holds chains of this backend's and its
+// variant, whatever they say. It reads only, and makes no table by that.
+func (b *Backend) HasOwn(ctx context.Context, run redirection.Runner) (bool, error) {
+	own := b.native.HasNFTChains
 	if b.legacy() {
-		variant = b.native.HasNFTChains
+		own = inLegacy(xtables.HasLegacy, xtables.Ours)
 	}
-	return b.first(ctx, run, "looking for rules of another backend", b.native.HasTable, variant)
+	return b.first(ctx, run, "looking for our rules", own)
 }
 
-// RemoveOther takes such rules out of the pod's netns; policy rule and route,
-// which all backends share, stay. It reports whether there were any.
+// RemoveOther takes rules of our own by another means than this backend's out of the
+// pod's netns: the nftables backend's table, and the other variant's chains. Policy
+// rule and route, which all backends share, stay. It reports whether there were any.
 func (b *Backend) RemoveOther(ctx context.Context, run redirection.Runner) (bool, error) {
 	variant := inLegacy(xtables.RemoveLegacy, xtables.Ours)
 	if b.legacy() {

@@ -53,7 +53,7 @@ func TestRemovalOfRulesWithoutNumber(t *testing.T) {
 	if err := p.backend.Remove(t.Context(), p.run); err != nil {
 		t.Fatal(err)
 	}
-	if there, err := p.backend.HasTable(t.Context(), p.run); err != nil || there {
+	if there, err := p.backend.HasOwn(t.Context(), p.run); err != nil || there {
 		t.Errorf("table still there: %t, %v", there, err)
 	}
 }

@@ -119,8 +119,8 @@ func (b *Backend) RemoveNFTChains(ctx context.Context, run redirection.Runner) (
 	return b.removeOthers(ctx, run, ownChains())
 }
 
-// HasTable reports whether the namespace that run enters holds our table. It reads only.
-func (b *Backend) HasTable(ctx context.Context, run redirection.Runner) (bool, error) {
+// HasOwn reports whether the namespace that run enters holds our table, whatever it says. It reads only.
+func (b *Backend) HasOwn(ctx context.Context, run redirection.Runner) (bool, error) {
 	if err := ctx.Err(); err != nil {
 		return false, err
 	}

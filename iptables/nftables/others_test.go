@@ -338,7 +338,7 @@ COMMIT
 		t.Errorf("tables %v, want %v", got, want)
 	}
 	for _, want := range []bool{true, false} {
-		if got, err := p.backend.HasTable(t.Context(), p.run); err != nil || got != want {
+		if got, err := p.backend.HasOwn(t.Context(), p.run); err != nil || got != want {
 			t.Errorf("our table: %t, want %t; %v", got, want, err)
 		}
 		if found, err := p.backend.RemoveTable(t.Context(), p.run); err != nil || found != want {
@@ -386,7 +386,7 @@ func TestTakeoverBadInput(t *testing.T) {
 	for name, call := range map[string]func(context.Context, redirection.Runner) (bool, error){
 		"has foreign": p.backend.HasForeign, "remove foreign": p.backend.RemoveForeign,
 		"has other": p.backend.HasOther, "remove other": p.backend.RemoveOther,
-		"has table": p.backend.HasTable, "remove table": p.backend.RemoveTable, "remove empty": p.backend.RemoveEmptyTables,
+		"has own": p.backend.HasOwn, "remove table": p.backend.RemoveTable, "remove empty": p.backend.RemoveEmptyTables,
 	} {
 		if found, err := call(t.Context(), broken); found || !errors.Is(err, gone) {
 			t.Errorf("%s where the namespace cannot be entered: %t, %v", name, found, err)

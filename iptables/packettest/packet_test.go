@@ -34,6 +34,7 @@ type backend interface {
 type podRules interface {
 	Apply(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, error)
 	Verify(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, []redirection.Difference, error)
+	HasOwn(ctx context.Context, run redirection.Runner) (bool, error)
 	Remove(ctx context.Context, ns redirection.Netns) error
 }
 

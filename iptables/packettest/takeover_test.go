@@ -74,11 +74,14 @@ func TestMigration(t *testing.T) {
 					if _, err := older.Apply(t.Context(), run, with()); err != nil {
 						t.Fatal(err)
 					}
+					expectOwn(t, older, run, true)
+					expectOwn(t, newer, run, false)
 					tr := m.newTraffic()
 					tr.await(someConnections)
 					if _, err := newer.Apply(t.Context(), run, with()); err != nil {
 						t.Fatal(err)
 					}
+					expectOwn(t, older, run, true)
 					tr.await(someConnections / 4)
 					if found, err := newer.RemoveOther(t.Context(), run); !found || err != nil {
 						t.Fatalf("removing the older rules: %t, %v", found, err)
@@ -86,12 +89,15 @@ func TestMigration(t *testing.T) {
 					tr.await(someConnections)
 					tr.end()
 					expectApplied(t, newer, run)
+					expectOwn(t, older, run, false)
+					expectOwn(t, newer, run, true)
 					if found, err := newer.RemoveOther(t.Context(), run); found || err != nil {
 						t.Errorf("removing the older rules again: %t, %v", found, err)
 					}
 					if err := newer.Remove(t.Context(), run); err != nil {
 						t.Fatal(err)
 					}
+					expectOwn(t, newer, run, false)
 					expectNothingOfAgents(t, m.pod)
 				})
 			}
@@ -109,6 +115,13 @@ func expectForeign(t *testing.T, b backend, run redirection.Runner, want bool) {
 	}
 	if found, err := b.RemoveForeign(t.Context(), run); found || err != nil {
 		t.Errorf("removing them again: %t, %v", found, err)
+	}
+}
+
+func expectOwn(t *testing.T, b backend, run redirection.Runner, want bool) {
+	t.Helper()
+	if found, err := b.HasOwn(t.Context(), run); found != want || err != nil {
+		t.Errorf("its own rules: %t, %v; want %t", found, err, want)
 	}
 }
 

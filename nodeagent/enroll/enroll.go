@@ -49,10 +49,12 @@ type Pods interface {
 }
 
 // Redirection programs the packet rules, policy rule and route of one netns.
-// Apply and Remove are idempotent, Verify only reads.
+// Apply and Remove are idempotent; Verify and HasOwn, which tells whether there are packet rules
+// of ours, only read.
 type Redirection interface {
 	Apply(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, error)
 	Verify(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, []redirection.Difference, error)
+	HasOwn(ctx context.Context, run redirection.Runner) (bool, error)
 	Remove(ctx context.Context, ns redirection.Netns) error
 }
 
@@ -172,8 +174,7 @@ func (c Config) validate() error {
 type Enroller struct {
 	cfg     Config
 	pins    *podnetns.Pins
-	memory  Memory   // nil if the backend has none
-	looks   Presence // likewise
+	memory  Memory // nil if the backend has none
 	turns   turns
 	flights flights
 	wake    chan struct{} // holds a token when Run is to look again
@@ -223,12 +224,10 @@ func New(cfg Config) (*Enroller, error) {
 		cfg.Reporter = silent{}
 	}
 	memory, _ := cfg.Redirection.(Memory)
-	looks, _ := cfg.Redirection.(Presence)
 	return &Enroller{
 		cfg:         cfg,
 		pins:        cfg.Pins,
 		memory:      memory,
-		looks:       looks,
 		wake:        make(chan struct{}, 1),
 		changed:     make(chan struct{}, 1),
 		applying:    make(chan struct{}, maxApplying),

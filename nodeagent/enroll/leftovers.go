@@ -7,7 +7,6 @@ import (
 	"errors"
 	"time"
 
-	"ambientd/iptables/redirection"
 	"ambientd/nodeagent/podnetns"
 	"ambientd/nodeagent/workload"
 )
@@ -16,12 +15,6 @@ import (
 // does not know it. Nothing tells of them where an agent was killed before it wrote the pod's record,
 // and the pod's label went off before the next one came. So each running pod outside the mesh is
 // looked at once after the start, and those that are known to hold some until they do not.
-
-// Presence is what a [Redirection] may have besides: a look whether a netns has packet rules of ours,
-// whatever they say, that writes nothing and starts no process.
-type Presence interface {
-	HasTable(ctx context.Context, run redirection.Runner) (bool, error)
-}
 
 // holding is what is known of our rules in the netns of a pod.
 type holding int
@@ -111,8 +104,7 @@ func (e *Enroller) suspects(l listing) []workload.Pod {
 func (e *Enroller) isSuspect(pod workload.Pod) bool {
 	_, enrolled := e.pods[pod.UID]
 	_, placed := e.places[pod.UID]
-	holds := e.holds[pod.UID]
-	may := holds == holdsOurs || holds == holdsUnknown && e.looks != nil
+	may := e.holds[pod.UID] != holdsNone
 	runs := placed || len(pod.IPs) > 0 // without either nothing leads to its netns
 	return may && runs && !enrolled && !pod.HostNetwork && !pod.Ended() && !e.isOver(pod)
 }
@@ -199,8 +191,8 @@ func (e *Enroller) clearPinned(ctx context.Context, uid string, ns *podnetns.Net
 	ctx, cancel := context.WithTimeout(ctx, undoTimeout)
 	defer cancel()
 	there := e.holding(uid) == holdsOurs
-	if !there && e.looks != nil {
-		there, err = e.looks.HasTable(ctx, ns.Do)
+	if !there {
+		there, err = e.cfg.Redirection.HasOwn(ctx, ns.Do)
 	}
 	switch {
 	case err != nil:

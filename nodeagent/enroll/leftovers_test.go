@@ -92,7 +92,7 @@ func (u *unmoved) Remove(ctx context.Context, ns redirection.Netns) error {
 
 func (r *rig) bare(t *testing.T, ns *netnstest.NS) func() bool {
 	return func() bool {
-		there, err := r.rules.HasTable(t.Context(), ns.Runner())
+		there, err := r.rules.HasOwn(t.Context(), ns.Runner())
 		must(t, err)
 		return !there
 	}
