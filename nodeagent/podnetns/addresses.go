@@ -14,8 +14,12 @@ import (
 	"ambientd/iptables/rawnetlink"
 )
 
-// usualAddresses is how many addresses a pod has at most as a rule, those of lo included.
-const usualAddresses = 8
+// usualAddresses is how many are kept of a pod's as a rule, in two families and with others.
+const usualAddresses = 4
+
+// longAnswer is room for what the kernel puts into one answer at most. It looks for its place
+// among the addresses anew for each.
+const longAnswer = 32 << 10
 
 // maxDumps bounds how often addresses are asked for while they keep changing.
 const maxDumps = 3
@@ -28,19 +32,20 @@ type surveyor struct {
 	host    *Host
 	sockets *rawnetlink.Sockets // keeps those that questions were asked on
 	buf     []byte              // for what the kernel answers
+	wanted  map[netip.Addr][]*pursuit
 }
 
-// newSurveyor offers the kernel little room for its answers: it would get itself as much for
-// everything that is asked on the same socket later.
-func newSurveyor(h *Host, sockets *rawnetlink.Sockets) *surveyor {
-	return &surveyor{host: h, sockets: sockets, buf: make([]byte, rawnetlink.ShortAnswer)}
+// newSurveyor offers the kernel little room for its answers at first: it would get itself as
+// much for everything that is asked on the same socket later.
+func newSurveyor(h *Host, sockets *rawnetlink.Sockets, wanted map[netip.Addr][]*pursuit) *surveyor {
+	return &surveyor{host: h, sockets: sockets, buf: make([]byte, rawnetlink.ShortAnswer), wanted: wanted}
 }
 
 // surveyed is what became of one file.
 type surveyed struct {
 	netns *Netns       // nil on an error
 	key   Key          // of the netns, on an error too; zero if it was not learnt
-	held  []netip.Addr // the addresses in it
+	held  []netip.Addr // what [holding] keeps of the addresses in it
 	err   error
 
 	file   *os.File
@@ -128,14 +133,14 @@ func (s *surveyor) read(v *surveyed) (*Netns, error) {
 	return &Netns{file: v.file, home: s.host.file, key: v.key}, err
 }
 
-// addresses returns the addresses of all interfaces, of both families, in the netns
-// that the rtnetlink socket belongs to.
+// addresses returns what decides of the addresses of all interfaces, of both families, in the
+// netns that the rtnetlink socket belongs to.
 func (s *surveyor) addresses(fd int) (_ []netip.Addr, err error) {
 	for range maxDumps {
-		var held []netip.Addr
-		held, err = dumpAddresses(fd, s.buf)
+		found := holding{wanted: s.wanted, held: make([]netip.Addr, 0, usualAddresses)}
+		err = dumpAddresses(fd, s.buf, found.add)
 		if err == nil {
-			return held, nil
+			return found.held, nil
 		}
 		if !errors.Is(err, errChanged) {
 			break
@@ -144,20 +149,19 @@ func (s *surveyor) addresses(fd int) (_ []netip.Addr, err error) {
 	return nil, fmt.Errorf("reading the netns' addresses: %w", err)
 }
 
-// dumpAddresses asks once (RTM_GETADDR, rtnetlink(7)).
-func dumpAddresses(fd int, buf []byte) ([]netip.Addr, error) {
+// dumpAddresses asks once (RTM_GETADDR, rtnetlink(7)), and tells each address.
+func dumpAddresses(fd int, buf []byte, tell func(netip.Addr)) error {
 	request := rawnetlink.AppendMessage(buf[:0], rawnetlink.Message{
 		Type: unix.RTM_GETADDR, Flags: unix.NLM_F_REQUEST | unix.NLM_F_DUMP,
 		Payload: make([]byte, unix.SizeofIfAddrmsg), // zeroes: both families, all interfaces
 	})
 	if _, err := retrying(func() (int, error) { return unix.Write(fd, request) }); err != nil {
-		return nil, err
+		return err
 	}
-	held := make([]netip.Addr, 0, usualAddresses)
 	for changed := false; ; {
 		size, err := retrying(func() (int, error) { return rawnetlink.ReadKernel(fd, buf) })
 		if err != nil {
-			return nil, err
+			return err
 		}
 		for rest := buf[:size]; len(rest) > 0; {
 			var m rawnetlink.Message
@@ -165,22 +169,25 @@ func dumpAddresses(fd int, buf []byte) ([]netip.Addr, error) {
 				err = m.Failure()
 			}
 			if err != nil {
-				return nil, err
+				return err
 			}
 			changed = changed || m.Flags&unix.NLM_F_DUMP_INTR != 0
 			switch m.Type {
 			case unix.NLMSG_DONE:
 				if changed {
-					return nil, errChanged
+					return errChanged
 				}
-				return held, nil
+				return nil
 			case unix.RTM_NEWADDR:
 				addr, err := address(m.Payload)
 				if err != nil {
-					return nil, err
+					return err
 				}
-				held = append(held, addr)
+				tell(addr)
 			}
+		}
+		if size > len(buf)/2 && len(buf) < longAnswer {
+			buf = make([]byte, longAnswer)
 		}
 	}
 }
@@ -216,6 +223,31 @@ func retrying(call func() (int, error)) (int, error) {
 			return n, err
 		}
 	}
+}
+
+// holding is what is kept of the addresses in a netns: all that decides whose it is and no
+// more, because how many there are is up to the pod.
+type holding struct {
+	wanted map[netip.Addr][]*pursuit
+	held   []netip.Addr // each of wanted that is there, and the first other one of each family
+
+	other4, other6 bool // whether that is in held
+}
+
+func (h *holding) add(ip netip.Addr) {
+	other := &h.other4
+	if ip.Is6() {
+		other = &h.other6
+	}
+	switch wanted := len(h.wanted[ip]) > 0; {
+	case wanted && slices.Contains(h.held, ip): // on two interfaces
+		return
+	case !wanted && (*other || !ip.IsGlobalUnicast()):
+		return
+	case !wanted:
+		*other = true
+	}
+	h.held = append(h.held, ip)
 }
 
 // has says why what was surveyed is not the netns of a pod with the wanted addresses.

@@ -3,6 +3,7 @@
 package podnetns
 
 import (
+	"net/netip"
 	"slices"
 	"testing"
 
@@ -28,8 +29,8 @@ func TestForgedAddress(t *testing.T) {
 	}
 	ours, other := socket(), socket()
 	buf := make([]byte, 32<<10)
-	want, err := dumpAddresses(ours, buf)
-	if err != nil {
+	var want, got []netip.Addr
+	if err := dumpAddresses(ours, buf, func(ip netip.Addr) { want = append(want, ip) }); err != nil {
 		t.Fatal(err)
 	}
 	forged := rawnetlink.AppendAttribute(make([]byte, unix.SizeofIfAddrmsg), rawnetlink.Attribute{Type: unix.IFA_LOCAL, Data: []byte{192, 0, 2, 1}})
@@ -40,7 +41,7 @@ func TestForgedAddress(t *testing.T) {
 	if err := unix.Sendto(other, rawnetlink.AppendMessage(nil, rawnetlink.Message{Type: unix.RTM_NEWADDR, Payload: forged}), 0, to); err != nil {
 		t.Fatal(err)
 	}
-	if got, err := dumpAddresses(ours, buf); err != nil || !slices.Equal(got, want) {
+	if err := dumpAddresses(ours, buf, func(ip netip.Addr) { got = append(got, ip) }); err != nil || !slices.Equal(got, want) {
 		t.Errorf("read %v, %v, want %v", got, err, want)
 	}
 }

@@ -67,7 +67,7 @@ func (j *judging) found(l lead) {
 		j.done = make(chan struct{})
 		go func() {
 			defer close(j.done)
-			j.work(newSurveyor(j.search.host, j.search.sockets))
+			j.work(newSurveyor(j.search.host, j.search.sockets, j.search.byIP))
 		}()
 	default:
 		j.filled.Signal()

@@ -44,12 +44,12 @@ type pursuit struct {
 
 func (f *Finder) newSearch(wanted []Wanted) *search {
 	s := &search{
-		Finder:   f,
-		surveyor: newSurveyor(f.host, f.sockets),
-		pods:     make(map[string]*pursuit, len(wanted)),
-		byIP:     make(map[netip.Addr][]*pursuit, 2*len(wanted)),
-		owner:    make(map[Key]*pursuit, len(wanted)),
+		Finder: f,
+		pods:   make(map[string]*pursuit, len(wanted)),
+		byIP:   make(map[netip.Addr][]*pursuit, 2*len(wanted)),
+		owner:  make(map[Key]*pursuit, len(wanted)),
 	}
+	s.surveyor = newSurveyor(f.host, f.sockets, s.byIP)
 	for _, w := range wanted {
 		if s.pods[w.UID] != nil {
 			s.pods[w.UID].fail(fmt.Errorf("the pod with UID %q is wanted twice", w.UID))

@@ -5,6 +5,7 @@ package podnetns
 import (
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -55,7 +56,8 @@ func TestSurveyOfMany(t *testing.T) {
 		mnt, own := openPath(t, "/proc/self/ns/mnt"), openPath(t, "/proc/self/ns/net")
 		files, want = append(files, mnt, n.File(), own), append(want, n.Key())
 	}
-	all := newSurveyor(host, rawnetlink.New()).survey(files...)
+	loopback := map[netip.Addr][]*pursuit{netip.MustParseAddr("127.0.0.1"): {nil}, netip.IPv6Loopback(): {nil}}
+	all := newSurveyor(host, rawnetlink.New(), loopback).survey(files...)
 	for i, v := range all {
 		switch i % 3 {
 		case 0:
@@ -79,7 +81,7 @@ func TestSurveyOfMany(t *testing.T) {
 	if after := descriptorCount(t); after != before {
 		t.Errorf("%d descriptors before, %d after", before, after)
 	}
-	if none := newSurveyor(host, rawnetlink.New()).survey(); len(none) != 0 {
+	if none := newSurveyor(host, rawnetlink.New(), nil).survey(); len(none) != 0 {
 		t.Errorf("of no file: %v", none)
 	}
 }
@@ -121,7 +123,7 @@ func TestSurveyThatCannotReturn(t *testing.T) {
 	}
 	before := descriptorCount(t)
 	lost := &Host{file: pod.home, key: host.key}
-	v := newSurveyor(lost, rawnetlink.New()).survey(file)[0]
+	v := newSurveyor(lost, rawnetlink.New(), nil).survey(file)[0]
 	if !errors.Is(v.err, unix.EINVAL) || !strings.Contains(v.err.Error(), "returning to the host's netns") || v.netns != nil {
 		t.Errorf("got %v, %v", v.netns, v.err)
 	}
@@ -165,6 +167,42 @@ func TestCandidateThatMoved(t *testing.T) {
 	}
 	if after := descriptorCount(t); after != before {
 		t.Errorf("%d descriptors before, %d after", before, after)
+	}
+}
+
+// What is kept of the addresses decides as all of them would, and for the same reason.
+func TestHoldingDecides(t *testing.T) {
+	random := rand.New(rand.NewPCG(1, 2))
+	address := func() netip.Addr {
+		n := byte(random.IntN(12))
+		of := [][]byte{{10, 0, 0, n}, {127, 0, 0, 1 + n}, netip.MustParseAddr("fd00::").AsSlice(), netip.MustParseAddr("fe80::").AsSlice()}[random.IntN(4)]
+		of[len(of)-1] = n
+		ip, _ := netip.AddrFromSlice(of)
+		return ip
+	}
+	some := func(most int) []netip.Addr {
+		ips := make([]netip.Addr, random.IntN(most+1))
+		for i := range ips {
+			ips[i] = address()
+		}
+		return ips
+	}
+	for range 20000 {
+		all, pods, kept := some(20), [][]netip.Addr{some(2), some(2), some(3)}, holding{wanted: map[netip.Addr][]*pursuit{}}
+		for _, ip := range slices.Concat(pods...) {
+			kept.wanted[ip] = []*pursuit{nil}
+		}
+		for _, ip := range all {
+			kept.add(ip)
+		}
+		if len(kept.held) > len(kept.wanted)+2 {
+			t.Fatalf("of %v are kept %v", all, kept.held)
+		}
+		for _, wanted := range pods {
+			if got, want := holds(kept.held, wanted), holds(all, wanted); fmt.Sprint(got) != fmt.Sprint(want) {
+				t.Fatalf("a pod with %v: of %v are kept %v: %v, want %v", wanted, all, kept.held, got, want)
+			}
+		}
 	}
 }
 
