@@ -178,16 +178,16 @@ func (e *Enroller) converge(ctx context.Context, again, over retries, left *roun
 			e.cfg.Logger.Warn("pod does not follow its object yet, it is tried again", "uid", uid, "err", err)
 		}
 	}
-	e.reportUnfound(again.unfound(p.enrol))
+	e.reportUnfound(again.unfound(p.enrol), again)
 	e.reportOver(p.over, over, time.Now())
 	e.clearSuspects(ctx, listed, left)
 }
 
 // reportUnfound tells of pods that run and are not found.
-func (e *Enroller) reportUnfound(pods []workload.Pod) {
+func (e *Enroller) reportUnfound(pods []workload.Pod, again retries) {
 	for _, pod := range pods {
 		e.cfg.Logger.Warn("running pod stays outside the mesh: its network namespace is not found; the agent has to see the host's processes "+
-			"(--proc-root) and /var/run/netns", "pod", pod.String(), "uid", pod.UID)
+			"(--proc-root) and /var/run/netns", "pod", pod.String(), "uid", pod.UID, "err", again[pod.UID].why)
 		e.cfg.Reporter.Event(pod, ReasonFailed, "it is outside the mesh: the agent does not find its network namespace")
 	}
 }

@@ -39,8 +39,9 @@ type retries map[string]retry
 type retry struct {
 	at       time.Time
 	pause    time.Duration
-	searches int  // in a row that did not find it running
-	told     bool // of them
+	searches int   // in a row that did not find it running
+	told     bool  // of them
+	why      error // the last one did not
 }
 
 // note counts an attempt that left the pod outside for the reason given.
@@ -48,7 +49,7 @@ func (r retries) note(uid string, why error, now time.Time) {
 	if errors.Is(why, podnetns.ErrNotFound) {
 		r[uid] = retry{
 			at: now.Truncate(searchTick).Add(searchTick), pause: searchTick,
-			searches: r[uid].searches + 1, told: r[uid].told,
+			searches: r[uid].searches + 1, told: r[uid].told, why: why,
 		}
 		return
 	}

@@ -39,9 +39,12 @@ func TestUnfound(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			again, now := retries{}, time.Now()
 			for i, outcome := range tc.outcomes {
+				var log strings.Builder
+				e := &Enroller{cfg: Config{Logger: slog.New(slog.NewTextHandler(&log, nil)), Reporter: silent{}}}
 				again.note(tc.pod.UID, outcome, now)
-				if told := len(again.unfound([]workload.Pod{tc.pod})) == 1; told != (i+1 == tc.told) {
-					t.Errorf("outcome %d, %v: told %t", i+1, outcome, told)
+				e.reportUnfound(again.unfound([]workload.Pod{tc.pod}), again)
+				if told := strings.Contains(log.String(), `err="no process: `); told != (i+1 == tc.told) {
+					t.Errorf("outcome %d, %v: told %t: %q", i+1, outcome, told, log.String())
 				}
 			}
 		})
