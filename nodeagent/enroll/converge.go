@@ -152,7 +152,7 @@ func (e *Enroller) converge(ctx context.Context, again, over retries, left *roun
 	}
 	listed := e.list()
 	p := e.plan(listed)
-	again.keep(p.enrol)
+	again.keep(slices.Concat(p.enrol, p.reapply))
 	// As when an earlier agent ended between the withdrawal and the word of it: whoever believed
 	// the annotation would talk to the pod in a way that nobody there understands.
 	for _, pod := range p.stale {
@@ -165,12 +165,13 @@ func (e *Enroller) converge(ctx context.Context, again, over retries, left *roun
 	for _, uid := range p.forget {
 		work.do(uid, func() error { return e.forgetLeft(ctx, uid) })
 	}
-	for _, pod := range p.reapply {
+	for _, pod := range again.due(p.reapply, time.Now()) {
 		work.do(pod.UID, func() error { return e.reapply(ctx, pod) })
 	}
 	e.enrolRunning(ctx, work, again.due(p.enrol, time.Now()))
 	for uid, err := range work.wait() {
 		if err == nil {
+			delete(again, uid)
 			continue
 		}
 		again.note(uid, err, time.Now())

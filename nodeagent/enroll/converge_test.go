@@ -9,10 +9,14 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"ambientd/cni-plugin/podevent"
+	"ambientd/iptables/nftables"
 	"ambientd/iptables/redirection"
 	"ambientd/nodeagent/admin"
 	"ambientd/nodeagent/enroll"
@@ -172,6 +176,50 @@ func TestOptionsChange(t *testing.T) {
 			return len(differences) == 0
 		})
 	}
+}
+
+// full is a backend without room for changed rules, which notes when it was asked.
+type full struct {
+	*nftables.Backend
+	mu    sync.Mutex
+	asked []time.Time
+}
+
+func (f *full) Apply(ctx context.Context, ns redirection.Netns, opts redirection.Options) (redirection.Families, error) {
+	if opts.DNSCapture {
+		return f.Backend.Apply(ctx, ns, opts)
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.asked = append(f.asked, time.Now())
+	return 0, unix.ENOMEM
+}
+
+// TestOptionsChangeFails: rules that cannot be changed stay, and are tried again with a growing pause.
+func TestOptionsChangeFails(t *testing.T) {
+	var f full
+	r := newRig(t, func(c *enroll.Config) {
+		f.Backend = c.Redirection.(*nftables.Backend)
+		c.Redirection = &f
+	})
+	r.proxy(t, nil)
+	pod := r.meshed("web", "web")
+	ns := r.running(t, pod, 1)
+	r.follow(t)
+	pod.Annotations = map[string]string{workload.AnnotationDNSCapture: "false"}
+	r.pods.put(pod)
+	var asked []time.Time
+	r.await(t, func() bool {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		asked = slices.Clone(f.asked)
+		return len(asked) >= 3
+	})
+	// Half a second, then a second, each a fifth more or less.
+	if pause := asked[2].Sub(asked[1]); pause < 800*time.Millisecond {
+		t.Errorf("tried again after %s and then after %s", asked[1].Sub(asked[0]), pause)
+	}
+	r.assertRules(t, ns)
 }
 
 // TestWithhold: an operator's word keeps a pod out until it is taken back.

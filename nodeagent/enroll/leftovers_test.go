@@ -69,9 +69,6 @@ func (f *finds) searches() [][]string {
 // watched puts f in the way of searches.
 func (f *finds) watched(c *enroll.Config) { f.Finder, c.Finder = c.Finder, f }
 
-// withoutLook hides what a backend offers besides: what is known to be in a pod needs no look.
-func withoutLook(c *enroll.Config) { c.Redirection = struct{ enroll.Redirection }{c.Redirection} }
-
 // unmoved is a backend that does not remove rules a number of times.
 type unmoved struct {
 	*nftables.Backend
@@ -202,7 +199,7 @@ func TestLeftoversNotFoundAtTheStart(t *testing.T) {
 			ns := old.running(t, pod, 1)
 			old.pods.put(labelled(pod, ""))
 			searched := finds{fail: []error{failure}}
-			next := old.restart(t, searched.watched, withoutLook)
+			next := old.restart(t, searched.watched)
 			next.assertRules(t, ns)
 			next.follow(t)
 			next.await(t, next.bare(t, ns))
