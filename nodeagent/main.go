@@ -18,6 +18,7 @@ import (
 	"os/signal"
 	"runtime"
 	"runtime/debug"
+	"slices"
 	"strings"
 	"syscall"
 )
@@ -92,17 +93,17 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return &usageError{err: errors.New("no command given"), help: "ambientd help"}
 	}
 	name, rest := args[0], args[1:]
-	switch name {
-	case "--version", "-version", "-v":
-		name = "version"
-	case "help", "--help", "-help", "-h":
-		if len(rest) == 0 {
+	if asksForHelp(name) {
+		switch {
+		case len(rest) > 1:
+			return &usageError{err: fmt.Errorf("unexpected argument %q", rest[1]), help: "ambientd help"}
+		case len(rest) == 0 || asksForHelp(rest[0]):
 			return write(stdout, overview())
 		}
-		if len(rest) > 1 {
-			return &usageError{err: fmt.Errorf("unexpected argument %q", rest[1]), help: "ambientd help"}
-		}
-		return run(ctx, []string{rest[0], "--help"}, stdout, stderr)
+		name, rest = rest[0], []string{"--help"}
+	}
+	if slices.Contains([]string{"--version", "-version", "-v"}, name) {
+		name = "version"
 	}
 	known := []string{"help"}
 	for _, c := range commands() {
@@ -114,6 +115,10 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		}
 	}
 	return &usageError{err: fmt.Errorf("unknown command %q%s", name, didYouMean(name, known)), help: "ambientd help"}
+}
+
+func asksForHelp(name string) bool {
+	return slices.Contains([]string{"help", "--help", "-help", "-h"}, name)
 }
 
 func overview() string {
