@@ -61,7 +61,10 @@ func candidates(dir string) ([]string, error) {
 // loaded is the configuration that the runtime loads.
 func loaded(dir string) (file, error) {
 	names, err := candidates(dir)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if errors.Is(err, fs.ErrNotExist) {
+		return file{}, fmt.Errorf("%w: there is no directory %s; is it the runtime's? If so, the primary CNI plugin has to be installed first", errNotYet, dir)
+	}
+	if err != nil {
 		return file{}, fmt.Errorf("reading the runtime's network configurations: %w", err)
 	}
 	if len(names) == 0 {

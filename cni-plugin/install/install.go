@@ -16,7 +16,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
+	"os"
 	"path/filepath"
+	"strings"
 	"time"
 )
 
@@ -117,10 +120,20 @@ func verify(dir, conflist string) error {
 }
 
 // Uninstall takes entries out first and the binary away last: an entry whose binary is
-// missing keeps pods from starting. It returns what was changed or removed.
+// missing keeps pods from starting. It returns what was changed or removed. Where one of the
+// directories does not exist nothing is: it may be misspelt, and the entry be in another.
 func Uninstall(cfg Config) ([]string, error) {
 	if err := cfg.validateDirs(); err != nil {
 		return nil, err
+	}
+	var missing []string
+	for _, dir := range []string{cfg.ConfDir, cfg.BinDir} {
+		if _, err := os.Stat(dir); errors.Is(err, fs.ErrNotExist) {
+			missing = append(missing, dir)
+		}
+	}
+	if len(missing) > 0 {
+		return nil, fmt.Errorf("there is no directory %s: name the one that the runtime uses; nothing was changed", strings.Join(missing, ", nor "))
 	}
 	changed, err := unchainAll(cfg.ConfDir, "")
 	if err != nil {

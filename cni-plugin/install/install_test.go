@@ -364,7 +364,7 @@ func TestWaits(t *testing.T) {
 		t.Errorf("%+v", o)
 	}
 	n.want(map[string]string{"10-a.conflist": chained})
-	if len(told) != 1 || !strings.HasPrefix(told[0], errNotYet.Error()) {
+	if len(told) != 1 || !strings.HasPrefix(told[0], errNotYet.Error()+": there is no directory "+n.cfg.ConfDir) {
 		t.Errorf("of its waiting it told %q", told)
 	}
 }
@@ -487,8 +487,8 @@ func TestBadDisks(t *testing.T) {
 	}
 }
 
-// TestUninstallLooksAround: a torn file is in the way only if it may be ours; nothing there is nothing
-// to do.
+// TestUninstallLooksAround: a torn file is in the way only if it may be ours; without configurations
+// the binary goes all the same.
 func TestUninstallLooksAround(t *testing.T) {
 	n := newNode(t)
 	n.put("00-torn.conflist", `{"cniVersion`)
@@ -506,8 +506,31 @@ func TestUninstallLooksAround(t *testing.T) {
 	if _, err := os.Stat(filepath.Join(n.cfg.BinDir, PluginName)); err != nil {
 		t.Errorf("the binary: %v", err)
 	}
-	must(t, os.RemoveAll(n.cfg.ConfDir))
+	must(t, errors.Join(os.RemoveAll(n.cfg.ConfDir), os.Mkdir(n.cfg.ConfDir, 0o755)))
 	if changed, err := Uninstall(n.cfg); err != nil || len(changed) != 1 {
 		t.Errorf("without configurations: %q, %v", changed, err)
+	}
+}
+
+// TestUninstallElsewhere: in a directory that there is not nothing has been looked for, and an entry
+// elsewhere may still name the binary.
+func TestUninstallElsewhere(t *testing.T) {
+	for _, misspelt := range []func(n *node) *string{
+		func(n *node) *string { return &n.cfg.ConfDir },
+		func(n *node) *string { return &n.cfg.BinDir },
+	} {
+		n := newNode(t)
+		n.put("10-a.conflist", chainOf)
+		n.install()
+		right := n.cfg
+		*misspelt(n) += "2"
+		if changed, err := Uninstall(n.cfg); err == nil || !strings.Contains(err.Error(), "there is no directory "+*misspelt(n)+": ") || len(changed) > 0 {
+			t.Errorf("%q, %v", changed, err)
+		}
+		n.cfg = right
+		n.want(map[string]string{"10-a.conflist": chained})
+		if changed, err := Uninstall(n.cfg); err != nil || len(changed) != 2 {
+			t.Errorf("in the right ones: %q, %v", changed, err)
+		}
 	}
 }
