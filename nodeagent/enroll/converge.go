@@ -49,30 +49,6 @@ func (e *Enroller) Run(ctx context.Context) error {
 	}
 }
 
-// listing is the inventory at one time.
-type listing struct {
-	pods     []workload.Pod
-	byUID    map[string]int // where in pods
-	complete bool           // what is missing is gone
-}
-
-func (e *Enroller) list() listing {
-	pods, complete := e.cfg.Inventory.List()
-	l := listing{pods: pods, byUID: make(map[string]int, len(pods)), complete: complete}
-	for i := range pods {
-		l.byUID[pods[i].UID] = i
-	}
-	return l
-}
-
-func (l listing) pod(uid string) (workload.Pod, bool) {
-	i, ok := l.byUID[uid]
-	if !ok {
-		return workload.Pod{}, false
-	}
-	return l.pods[i], true
-}
-
 // objectGone is the reason of a withdrawal for that.
 const objectGone = "its object is gone"
 

@@ -68,7 +68,8 @@ type Pod struct {
 // The UID of a static pod is its annotation kubernetes.io/config.hash. The
 // annotation counts only on a pod that has no service account or is marked as a
 // mirror: the API server gives every other pod a service account and refuses one
-// on a mirror, so nobody can write another pod's UID there and be in the mesh.
+// on a mirror, so nobody can write another pod's UID there and be in the mesh. A
+// tenant may still write it: where two pods have one UID, a Static one is not that pod.
 func FromPod(pod *corev1.Pod, namespaceLabels map[string]string) Pod {
 	p := Pod{
 		UID:             string(pod.UID),
