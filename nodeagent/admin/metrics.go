@@ -68,6 +68,13 @@ func NewMetrics(status func() Status) (*Metrics, error) {
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("registering metrics: %w", err)
 	}
+	// A counter that begins at 1 has not increased, for rate() and increase(): the first would be missed.
+	for _, part := range []string{"netns", "redirection", "identity", "node proxy", "host probes"} {
+		m.repairs.WithLabelValues(part)
+	}
+	for _, subject := range []string{"pod", "host"} {
+		m.repairFailures.WithLabelValues(subject)
+	}
 	return m, nil
 }
 

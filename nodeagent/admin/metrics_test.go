@@ -99,5 +99,14 @@ func TestMetricsOfAnIdleAgent(t *testing.T) {
 		if strings.Contains(lines, "certificate_expiry") || !strings.Contains(lines, "ambientd_ready 0") {
 			t.Errorf("got\n%s", lines)
 		}
+		for _, want := range []string{
+			`repairs_total{part="netns"} 0`, `repairs_total{part="redirection"} 0`, `repairs_total{part="identity"} 0`,
+			`repairs_total{part="node proxy"} 0`, `repairs_total{part="host probes"} 0`,
+			`repair_failures_total{subject="pod"} 0`, `repair_failures_total{subject="host"} 0`,
+		} {
+			if !strings.Contains(lines, "ambientd_"+want) {
+				t.Errorf("before the first repair there is no %s", want)
+			}
+		}
 	}
 }

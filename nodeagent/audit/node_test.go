@@ -232,7 +232,7 @@ func (n *node) podStatus(p *pod) admin.PodStatus {
 	return admin.PodStatus{}
 }
 
-// repairs is a metric.
+// repairs is a metric, of each part before its first repair too.
 func (n *node) repairs(part string) int {
 	n.t.Helper()
 	resp, err := http.Get("http://" + n.http + "/metrics")
@@ -247,6 +247,7 @@ func (n *node) repairs(part string) int {
 			return count
 		}
 	}
+	n.t.Fatalf("no counter of repairs of %q, which has to be there from the start", part)
 	return 0
 }
 
