@@ -4,11 +4,13 @@ package workload
 
 import (
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
 
+	"ambientd/cni-plugin/spelling"
 	"ambientd/iptables/redirection"
 )
 
@@ -51,12 +53,30 @@ func IsOption(annotation string) bool {
 	return false
 }
 
-// SameOptions tells whether the pods say the same in the annotations above: then their
-// options are the same too, where the defaults are.
+// misspelt returns which of the annotations above was meant by one that is none, but below the
+// same prefix and but for a slip the same; "" if none was.
+func misspelt(annotation string) (meant string) {
+	if IsOption(annotation) || annotation == AnnotationRedirection {
+		return ""
+	}
+	prefix, name, _ := strings.Cut(annotation, "/")
+	for _, option := range [...]string{
+		AnnotationBypassInbound, AnnotationDNSCapture, AnnotationRerouteInterfaces,
+		AnnotationExcludeInboundPorts, AnnotationExcludeOutboundPorts, AnnotationExcludeOutboundCIDRs, AnnotationExcludeInterfaces,
+	} {
+		if known, same := strings.CutPrefix(option, prefix+"/"); same && spelling.Near(name, known) {
+			return option
+		}
+	}
+	return ""
+}
+
+// SameOptions tells whether the pods say the same in the annotations above, be they misspelt:
+// then their options are the same too, where the defaults are.
 func SameOptions(a, b Pod) bool {
 	says := func(p, q Pod) bool {
 		for annotation, value := range p.Annotations {
-			if !IsOption(annotation) {
+			if !IsOption(annotation) && misspelt(annotation) == "" {
 				continue
 			}
 			if other, ok := q.Annotations[annotation]; !ok || other != value {
@@ -88,12 +108,12 @@ type Defaults struct {
 	Allowed []string
 }
 
-// Malformed is an annotation that counts as absent, because its value cannot be
-// read or the operator does not allow it.
+// Malformed is an annotation that counts as absent, because its name is misspelt, its value
+// cannot be read, or the operator does not allow it.
 type Malformed struct {
 	Annotation string
 	Value      string
-	Problem    string // what the value should have been
+	Problem    string // what name or value should have been
 }
 
 // String names annotation, value and problem. Of a long value, which a pod's author may
@@ -133,7 +153,19 @@ func Options(pod Pod, defaults Defaults) (redirection.Options, []Malformed) {
 			malformed = append(malformed, Malformed{Annotation: option.annotation, Value: value, Problem: problem})
 		}
 	}
-	return opts, malformed
+	return opts, append(malformed, misspellings(pod)...)
+}
+
+// misspellings are the pod's misspelt options: one of each, since an author can make any number.
+func misspellings(pod Pod) (found []Malformed) {
+	reported := map[string]bool{}
+	for _, annotation := range slices.Sorted(maps.Keys(pod.Annotations)) {
+		if meant := misspelt(annotation); meant != "" && !reported[meant] {
+			reported[meant] = true
+			found = append(found, Malformed{Annotation: annotation, Value: pod.Annotations[annotation], Problem: "there is no such option; did you mean " + meant + "?"})
+		}
+	}
+	return found
 }
 
 // refusal says why a pod may not have the annotation, "" if it may.

@@ -4,6 +4,7 @@ package workload_test
 
 import (
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -210,6 +211,37 @@ func TestMalformedIsShort(t *testing.T) {
 	}
 }
 
+// A slip in an option's name is told of, each option once; other names are somebody else's.
+func TestMisspeltOptions(t *testing.T) {
+	p := pod("", ambient)
+	p.Annotations = map[string]string{
+		"ambientd.io/exclude-inbound-port": "80", "ambientd.io/exclude-inbound-portz": "81", "ambientd.io/excludeOutboundCIDRs": "10.0.0.0/8",
+		"ambient.istio.io/dns-captur": "false", "istio.io/reroute-virtual-interface": "tap0",
+		"ambientd.io/exclude-inbound-ports": "90", workload.AnnotationRedirection: "enabled", "ambientd.io/owner": "me",
+		"example.com/dns-captur": "false", "dns-captur": "false", "istio.io/dns-captur": "false",
+	}
+	options, malformed := workload.Options(p, workload.Defaults{Redirection: redirection.DefaultOptions(), Allowed: workload.AllowableOptions()})
+	want := []workload.Malformed{
+		{Annotation: "ambient.istio.io/dns-captur", Value: "false", Problem: "there is no such option; did you mean ambient.istio.io/dns-capture?"},
+		{Annotation: "ambientd.io/exclude-inbound-port", Value: "80", Problem: "there is no such option; did you mean ambientd.io/exclude-inbound-ports?"},
+		{Annotation: "ambientd.io/excludeOutboundCIDRs", Value: "10.0.0.0/8", Problem: "there is no such option; did you mean ambientd.io/exclude-outbound-cidrs?"},
+		{Annotation: "istio.io/reroute-virtual-interface", Value: "tap0", Problem: "there is no such option; did you mean istio.io/reroute-virtual-interfaces?"},
+	}
+	if !slices.Equal(malformed, want) {
+		t.Errorf("reported %q, want %q", malformed, want)
+	}
+	if !options.DNSCapture || len(options.ExcludeInboundPorts) != 1 || len(options.RerouteInterfaces) > 0 {
+		t.Errorf("options %+v", options)
+	}
+	for annotation := range p.Annotations {
+		key, value := workload.IsNeeded(annotation)
+		foreign := strings.HasPrefix(annotation, "example") || annotation == "ambientd.io/owner" || strings.HasSuffix(annotation, "dns-captur") && !strings.HasPrefix(annotation, "ambient.")
+		if key != value || key == foreign {
+			t.Errorf("a source keeps of %s: %t, %t", annotation, key, value)
+		}
+	}
+}
+
 // A source that keeps only what is needed changes nothing of what is decided.
 func TestIsNeeded(t *testing.T) {
 	full := pod("", ambient)
@@ -259,6 +291,7 @@ func TestSameOptions(t *testing.T) {
 		"what is no option": {a: pod(workload.AnnotationRedirection, "enabled"), b: pod("other", "x"), same: true},
 		"another value":     {a: pod(workload.AnnotationDNSCapture, "false"), b: pod(workload.AnnotationDNSCapture, "true")},
 		"one more":          {a: pod(), b: pod(workload.AnnotationExcludeInboundPorts, "")},
+		"a misspelt one":    {a: pod(), b: pod("ambient.istio.io/dns-captur", "false")},
 		"another one":       {a: pod(workload.AnnotationExcludeInboundPorts, "80"), b: pod(workload.AnnotationExcludeOutboundPorts, "80")},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -31,7 +31,7 @@ func IsNeeded(annotation string) (key, value bool) {
 	case annotationConfigMirror, annotationSidecarStatus:
 		return true, false
 	}
-	option := IsOption(annotation)
+	option := IsOption(annotation) || misspelt(annotation) != ""
 	return option, option
 }
 
