@@ -20,10 +20,11 @@ import (
 // Native tables and those of iptables-nft are found and removed over netlink. Programs run only where tables of x_tables
 // hold something, and reading makes none.
 type Predecessors struct {
-	inPod, onHost []removal
-	mayBe         lookup // may there be any in a pod? nil: look for each
-	logger        *slog.Logger
-	missing       sync.Once // for the one warning about programs that are not there
+	foreign, other removal // in a pod
+	onHost         []removal
+	mayBe          lookup // may there be any in a pod? nil: look for each
+	logger         *slog.Logger
+	missing        sync.Once // for the one warning about programs that are not there
 }
 
 // removal takes out some of the rules and reports whether there were any.
@@ -47,9 +48,10 @@ type (
 // predecessorsOf returns what was before a backend.
 func predecessorsOf(pod podTakeover, host hostTakeover, logger *slog.Logger) *Predecessors {
 	return &Predecessors{
-		inPod:  []removal{pod.RemoveForeign, pod.RemoveOther},
-		onHost: []removal{host.RemoveForeignFromHost, host.RemoveOtherFromHost},
-		logger: logger,
+		foreign: pod.RemoveForeign,
+		other:   pod.RemoveOther,
+		onHost:  []removal{host.RemoveForeignFromHost, host.RemoveOtherFromHost},
+		logger:  logger,
 	}
 }
 
@@ -62,12 +64,21 @@ func (p *Predecessors) lookingFirst(mayBe lookup) *Predecessors {
 // RemovePredecessors takes them out of a pod's namespace, and reports whether there was anything. Each
 // part is tried, whatever becomes of the others.
 func (p *Predecessors) RemovePredecessors(ctx context.Context, ns redirection.Netns) (bool, error) {
+	return p.removeFromPod(ctx, ns, p.foreign, p.other)
+}
+
+// RemoveOther is the same for our own alone: the pod may be in another agent's mesh.
+func (p *Predecessors) RemoveOther(ctx context.Context, ns redirection.Netns) (bool, error) {
+	return p.removeFromPod(ctx, ns, p.other)
+}
+
+func (p *Predecessors) removeFromPod(ctx context.Context, ns redirection.Netns, removals ...removal) (bool, error) {
 	if p.mayBe != nil {
 		if some, err := p.mayBe(ctx, ns); err == nil && !some {
 			return false, nil
 		}
 	}
-	return p.remove(ctx, ns.Do, p.inPod)
+	return p.remove(ctx, ns.Do, removals)
 }
 
 // RemoveFromHost takes out of the host's namespace the rules that predecessors had there for kubelet's probes, and

@@ -73,9 +73,10 @@ type Identities interface {
 }
 
 // Predecessors removes what other ambient agents, and our other backends, have set
-// up in a netns, and says whether there was anything.
+// up in a netns, or of the other backends alone, and says whether there was anything.
 type Predecessors interface {
 	RemovePredecessors(ctx context.Context, ns redirection.Netns) (bool, error)
+	RemoveOther(ctx context.Context, ns redirection.Netns) (bool, error)
 }
 
 // NodeProxy hands a pod's netns to the node proxy. Add returns once the proxy
@@ -206,6 +207,9 @@ type enrolment struct {
 	place    place
 	// malformed are the pod's options that count as absent.
 	malformed []workload.Malformed
+	// captured tells that the pod had rules before: they stay, whatever becomes of the rest, so that it
+	// fails closed. The turn alone protects it.
+	captured bool
 	// done is false while the parts are being put in place for the first time.
 	done bool
 	// loopbackDown is since when audits have found the pod's loopback device down. The turn alone

@@ -85,6 +85,19 @@ func (e *Enroller) remove(ctx context.Context, uid string, ns *podnetns.Netns) e
 	return nil
 }
 
+// hasRules tells whether the pod's netns holds rules of ours. It is true on an error: what is not known
+// is not to be removed.
+func (e *Enroller) hasRules(ctx context.Context, uid string, ns *podnetns.Netns) (bool, error) {
+	switch e.holding(uid) {
+	case holdsOurs:
+		return true, nil
+	case holdsNone:
+		return false, nil
+	}
+	there, err := e.cfg.Redirection.HasOwn(ctx, ns.Do)
+	return there || err != nil, err
+}
+
 // suspects returns the running pods outside the mesh that may hold rules of ours.
 func (e *Enroller) suspects(l listing) []workload.Pod {
 	e.mu.Lock()
@@ -190,9 +203,11 @@ func (e *Enroller) clearOutside(ctx context.Context, pod workload.Pod, ns *podne
 func (e *Enroller) clearPinned(ctx context.Context, uid string, ns *podnetns.Netns) (removed bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, undoTimeout)
 	defer cancel()
-	there := e.holding(uid) == holdsOurs
-	if !there {
-		there, err = e.cfg.Redirection.HasOwn(ctx, ns.Do)
+	there, err := e.hasRules(ctx, uid, ns)
+	if err == nil {
+		var other bool
+		other, err = e.cfg.Predecessors.RemoveOther(ctx, ns)
+		there = there || other
 	}
 	switch {
 	case err != nil:

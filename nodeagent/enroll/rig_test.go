@@ -119,8 +119,12 @@ type predecessors struct{ *nftables.Backend }
 
 func (p predecessors) RemovePredecessors(ctx context.Context, ns redirection.Netns) (bool, error) {
 	foreign, err := p.RemoveForeign(ctx, ns.Do)
-	other, otherErr := p.RemoveOther(ctx, ns.Do)
+	other, otherErr := p.RemoveOther(ctx, ns)
 	return foreign || other, errors.Join(err, otherErr)
+}
+
+func (p predecessors) RemoveOther(ctx context.Context, ns redirection.Netns) (bool, error) {
+	return p.Backend.RemoveOther(ctx, ns.Do)
 }
 
 func registered(f *certfetch.Fetcher) func(spiffeid.ID) bool {

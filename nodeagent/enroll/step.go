@@ -82,7 +82,12 @@ func (e *Enroller) steps(p *enrolment, ns *podnetns.Netns, w way) []step {
 		}, {
 			name: stepRedirection,
 			do:   func(ctx context.Context) error { return w.redirect(ctx, p, ns) },
-			undo: func(ctx context.Context) error { return e.remove(ctx, uid, ns) },
+			undo: func(ctx context.Context) error {
+				if p.captured {
+					return nil
+				}
+				return e.remove(ctx, uid, ns)
+			},
 		}, {
 			name: stepProxy,
 			do:   func(ctx context.Context) error { return w.announce(ctx, p, ns) },
@@ -215,8 +220,11 @@ func (e *Enroller) redirect(ctx context.Context, p *enrolment, ns *podnetns.Netn
 // settle is redirect for a netns that may have rules already: ours, as they should
 // be, which stay untouched; or those of another agent or of our other backend,
 // which go once ours are in. So every new connection is redirected once, and none
-// is uncaptured.
-func (e *Enroller) settle(ctx context.Context, p *enrolment, ns *podnetns.Netns) error {
+// is uncaptured, also if a later step fails.
+func (e *Enroller) settle(ctx context.Context, p *enrolment, ns *podnetns.Netns) (err error) {
+	if p.captured, err = e.hasRules(ctx, p.pod.UID, ns); err != nil {
+		return err
+	}
 	settled := false
 	if p.place.ours { // else there is nothing to compare
 		families, differences, err := e.cfg.Redirection.Verify(ctx, ns, p.options)
@@ -230,6 +238,7 @@ func (e *Enroller) settle(ctx context.Context, p *enrolment, ns *podnetns.Netns)
 		}
 	}
 	replaced, err := e.cfg.Predecessors.RemovePredecessors(ctx, ns)
+	p.captured = p.captured || replaced
 	if err != nil {
 		return fmt.Errorf("removing what another agent or backend has set up: %w", err)
 	}
