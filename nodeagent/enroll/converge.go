@@ -103,6 +103,7 @@ func (e *Enroller) plan(l listing) plan {
 	for uid := range e.withheld {
 		if _, ok := l.pod(uid); !ok {
 			delete(e.withheld, uid)
+			e.attachments.setSkipped(uid, e.places[uid].key, objectGone)
 		}
 	}
 	for uid := range e.ended {

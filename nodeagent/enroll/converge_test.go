@@ -8,7 +8,6 @@ import (
 	"net/netip"
 	"path/filepath"
 	"slices"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -308,10 +307,7 @@ func TestReleasedSaysSo(t *testing.T) {
 	r.pods.put(unlabelled)
 	_, err = r.Release(nil)
 	must(t, err)
-	skipped := r.Skipped()
-	if len(skipped) != 2 || !strings.HasPrefix(skipped[0].Reason, "no selector matches") || !strings.HasPrefix(skipped[1].Reason, "an operator has let it back in") {
-		t.Errorf("outside are %+v", skipped)
-	}
+	r.wantOutside(t, "gone", unmatched, "web", awaited)
 }
 
 // TestAudit: a healthy pod costs no write; each part that is lost is named and put

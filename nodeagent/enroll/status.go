@@ -5,6 +5,7 @@ package enroll
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -12,6 +13,7 @@ import (
 	"ambientd/certfetch"
 	"ambientd/certfetch/spiffeid"
 	"ambientd/nodeagent/admin"
+	"ambientd/nodeagent/workload"
 )
 
 // Pods reports every pod that is enrolled or on its way in, sorted by name.
@@ -73,20 +75,38 @@ func (e *Enroller) podsNow() ([]admin.PodStatus, map[string]struct{}) {
 	return pods, keepers
 }
 
-// Skipped reports the attached pods that are not in the mesh, with the reason.
+// Skipped reports the attached pods that are not in the mesh, with the reason that holds now: what was
+// so when the pod was attached may have changed while it could not be enrolled, or need not be withdrawn.
 func (e *Enroller) Skipped() []admin.SkippedStatus {
+	pods, _ := e.cfg.Inventory.List()
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	skipped := []admin.SkippedStatus{}
+	outside := map[string]admin.SkippedStatus{} // by UID: a pod may have several attachments
 	for _, a := range e.attachments.records {
-		if a.skipped != "" {
-			skipped = append(skipped, admin.SkippedStatus{Namespace: a.namespace, Name: a.name, Reason: a.skipped})
+		if _, enrolled := e.pods[a.uid]; a.skipped != "" && !enrolled {
+			outside[a.uid] = admin.SkippedStatus{Namespace: a.namespace, Name: a.name, Reason: a.skipped}
 		}
 	}
-	slices.SortFunc(skipped, func(a, b admin.SkippedStatus) int {
-		return strings.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name)
+	for _, pod := range pods {
+		if s, attached := outside[pod.UID]; attached {
+			s.Reason = e.whyOutside(pod)
+			outside[pod.UID] = s
+		}
+	}
+	return slices.SortedFunc(maps.Values(outside), func(a, b admin.SkippedStatus) int {
+		return cmp.Or(strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name), strings.Compare(a.Reason, b.Reason))
 	})
-	return skipped
+}
+
+// whyOutside says why a pod that is not enrolled is not. The caller holds Enroller.mu.
+func (e *Enroller) whyOutside(pod workload.Pod) string {
+	if e.withheld[pod.UID] {
+		return withheldReason
+	}
+	if decision := e.cfg.Policy.Decide(pod); !decision.InMesh {
+		return decision.Reason
+	}
+	return awaitedReason
 }
 
 // Withheld tells whether an operator keeps the pod out of the mesh.

@@ -18,8 +18,8 @@ var ErrNoSuchPod = errors.New("no such pod on this node; name it as NAMESPACE/NA
 // withheldReason is why a withheld pod is outside the mesh.
 const withheldReason = "an operator has withdrawn it"
 
-// releasedReason is why it is still outside when the operator has let it back in.
-const releasedReason = "an operator has let it back in; it is enrolled as soon as its network namespace is found"
+// awaitedReason is why a pod that belongs in the mesh is still outside.
+const awaitedReason = "it is enrolled as soon as its network namespace is found"
 
 // decide says whether a pod that starts belongs in the mesh: the policy's word, unless
 // an operator has had the last one.
@@ -91,11 +91,7 @@ func (e *Enroller) Release(names []string) ([]string, error) {
 		if e.withheld[pod.UID] && (len(names) == 0 || isNamed(pod, names)) {
 			delete(e.withheld, pod.UID)
 			e.released = append(e.released, pod.UID)
-			reason := releasedReason
-			if decision := e.cfg.Policy.Decide(pod); !decision.InMesh {
-				reason = decision.Reason
-			}
-			e.attachments.setSkipped(pod.UID, e.places[pod.UID].key, reason)
+			e.attachments.setSkipped(pod.UID, e.places[pod.UID].key, e.whyOutside(pod))
 			out = append(out, pod.String())
 		}
 	}
