@@ -39,7 +39,7 @@ type Status struct {
 	Proxies     []ProxyStatus     `json:"proxies"`
 	Pods        []PodStatus       `json:"pods"`       // sorted by namespace, name, UID
 	Identities  []IdentityStatus  `json:"identities"` // exactly the registered ones, sorted
-	Skipped     []SkippedStatus   `json:"skipped"`    // attached pods that are not in the mesh, sorted
+	Skipped     []SkippedStatus   `json:"skipped"`    // pods that are not in the mesh: attached ones, and those an operator keeps out; sorted
 	Host        HostStatus        `json:"host,omitzero"`
 
 	// ManifestProblems are files that pods are read from and that are not in use, or not wholly, with why.
@@ -126,7 +126,7 @@ type IdentityStatus struct {
 	LastError string    `json:"lastError,omitempty"` // of the last attempt to get a certificate, if it failed
 }
 
-// SkippedStatus is a pod that was attached and left out of the mesh.
+// SkippedStatus is a pod that is not in the mesh, and why.
 type SkippedStatus struct {
 	Namespace string `json:"namespace"`
 	Name      string `json:"name"`

@@ -3,9 +3,12 @@
 package enroll_test
 
 import (
+	"log/slog"
+	"strings"
 	"testing"
 
 	"ambientd/cni-plugin/podevent"
+	"ambientd/nodeagent/enroll"
 	"ambientd/nodeagent/workload"
 )
 
@@ -88,4 +91,26 @@ func TestOutsideOnce(t *testing.T) {
 			assertNoRules(t, ns)
 		})
 	}
+}
+
+// TestWithholdBefore: what an operator says of a pod that is yet to start, or does not belong in the mesh, shows in
+// status and in the log.
+func TestWithholdBefore(t *testing.T) {
+	var log strings.Builder
+	r := newRig(t, func(c *enroll.Config) { c.Logger = slog.New(slog.NewTextHandler(&log, nil)) })
+	r.proxy(t, nil)
+	r.meshed("web", "web")
+	r.pods.put(labelled(workload.Pod{UID: "uid-plain", Namespace: "shop", Name: "plain", ServiceAccount: "web"}, "none"))
+	r.wantOutside(t)
+	_, err := r.Withhold(t.Context(), []string{"shop/web", "uid-plain"})
+	must(t, err)
+	r.wantOutside(t, "plain", withdrawn, "web", withdrawn)
+	for _, name := range []string{"plain", "web"} {
+		if n := strings.Count(log.String(), `msg="pod that is not enrolled is kept out by an operator" pod=shop/`+name); n != 1 {
+			t.Errorf("the log tells %d times of %s", n, name)
+		}
+	}
+	_, err = r.Release(nil)
+	must(t, err)
+	r.wantOutside(t)
 }

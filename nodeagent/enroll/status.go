@@ -75,23 +75,25 @@ func (e *Enroller) podsNow() ([]admin.PodStatus, map[string]struct{}) {
 	return pods, keepers
 }
 
-// Skipped reports the attached pods that are not in the mesh, with the reason that holds now: what was
-// so when the pod was attached may have changed while it could not be enrolled, or need not be withdrawn.
+// Skipped reports the attached pods that are not in the mesh, and those that an operator keeps out, with the
+// reason that holds now: what was so when a pod was attached may have changed since.
 func (e *Enroller) Skipped() []admin.SkippedStatus {
 	pods, _ := e.cfg.Inventory.List()
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	outside := map[string]admin.SkippedStatus{} // by UID: a pod may have several attachments
 	for _, a := range e.attachments.records {
-		if _, enrolled := e.pods[a.uid]; a.skipped != "" && !enrolled {
+		if a.skipped != "" {
 			outside[a.uid] = admin.SkippedStatus{Namespace: a.namespace, Name: a.name, Reason: a.skipped}
 		}
 	}
 	for _, pod := range pods {
-		if s, attached := outside[pod.UID]; attached {
-			s.Reason = e.whyOutside(pod)
-			outside[pod.UID] = s
+		if _, attached := outside[pod.UID]; attached || e.withheld[pod.UID] {
+			outside[pod.UID] = admin.SkippedStatus{Namespace: pod.Namespace, Name: pod.Name, Reason: e.whyOutside(pod)}
 		}
+	}
+	for uid := range e.pods {
+		delete(outside, uid)
 	}
 	return slices.SortedFunc(maps.Values(outside), func(a, b admin.SkippedStatus) int {
 		return cmp.Or(strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name), strings.Compare(a.Reason, b.Reason))

@@ -61,6 +61,7 @@ func (e *Enroller) withhold(ctx context.Context, pod workload.Pod) error {
 	e.mu.Unlock()
 	p, enrolled := e.enrolment(pod.UID)
 	if !enrolled {
+		e.cfg.Logger.Info("pod that is not enrolled is kept out by an operator", "pod", pod.String(), "uid", pod.UID)
 		return nil
 	}
 	if ns, ok := e.pins.Get(pod.UID); ok {
