@@ -39,7 +39,7 @@ type Status struct {
 	Proxies     []ProxyStatus     `json:"proxies"`
 	Pods        []PodStatus       `json:"pods"`       // sorted by namespace, name, UID
 	Identities  []IdentityStatus  `json:"identities"` // exactly the registered ones, sorted
-	Skipped     []SkippedStatus   `json:"skipped"`    // pods that are not in the mesh: attached ones, and those an operator keeps out; sorted
+	Skipped     []SkippedStatus   `json:"skipped"`    // pods that are not in the mesh and run here, as far as is known, or are kept out; sorted
 	Host        HostStatus        `json:"host,omitzero"`
 
 	// ManifestProblems are files that pods are read from and that are not in use, or not wholly, with why.

@@ -158,6 +158,7 @@ func (e *Enroller) converge(ctx context.Context, again, over retries, left *roun
 	}
 	e.reportUnfound(again.unfound(p.enrol), again)
 	e.reportOver(p.over, over, time.Now())
+	e.noteOutside(p, again, over)
 	e.clearSuspects(ctx, listed, left)
 }
 
@@ -181,7 +182,7 @@ func (e *Enroller) reportOver(pods []workload.Pod, over retries, now time.Time) 
 	for _, pod := range over.unfound(pods) {
 		e.cfg.Logger.Warn("running pod stays outside the mesh: the runtime has ended its sandbox and told of no other; if it runs, delete it, so that it is made anew",
 			"pod", pod.String(), "uid", pod.UID)
-		e.cfg.Reporter.Event(pod, ReasonFailed, "it is outside the mesh: its sandbox has ended, as the runtime says, and the agent was told of no other")
+		e.cfg.Reporter.Event(pod, ReasonFailed, "it is outside the mesh: "+sandboxOver)
 	}
 }
 

@@ -188,6 +188,7 @@ type Enroller struct {
 	pods        map[string]*enrolment // by pod UID
 	places      map[string]place      // by pod UID, also of pods outside the mesh
 	withheld    map[string]bool       // by pod UID: withdrawn by an operator, to stay out
+	outside     map[string]string     // by pod UID: why one that belongs in the mesh and runs here is not enrolled
 	released    []string              // pod UIDs that are not withheld any more, for Run
 	ended       map[string]ending     // by pod UID: a sandbox whose last DEL came
 	holds       map[string]holding    // by pod UID: rules of ours in its netns

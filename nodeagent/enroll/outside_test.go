@@ -9,7 +9,10 @@ import (
 
 	"ambientd/cni-plugin/podevent"
 	"ambientd/nodeagent/enroll"
+	"ambientd/nodeagent/podnetns"
 	"ambientd/nodeagent/workload"
+	"ambientd/nodeagent/zds/zdstest"
+	"ambientd/tools/netnstest"
 )
 
 const (
@@ -113,4 +116,37 @@ func TestWithholdBefore(t *testing.T) {
 	_, err = r.Release(nil)
 	must(t, err)
 	r.wantOutside(t)
+}
+
+// TestOutsideAndTried: a pod that belongs in the mesh, runs and could not be enrolled is seen by who asks, with why; one
+// that is yet to start is not.
+func TestOutsideAndTried(t *testing.T) {
+	old := newRig(t)
+	old.proxy(t, nil)
+	unfound, refused := old.meshed("unfound", "web"), old.meshed("refused", "web")
+	old.running(t, unfound, 1)
+	old.running(t, refused, 2)
+	old.pods.put(labelled(refused, ""))
+	old.meshed("starts", "web")
+	known, _, err := old.records.All()
+	must(t, err)
+	for _, record := range known {
+		if record.UID == unfound.UID {
+			record.NetnsPath += "-ended"
+			must(t, old.records.Put(record))
+		}
+	}
+	next := old.restart(t)
+	next.proxy(t, zdstest.NackUIDs("no room", refused.UID))
+	next.follow(t)
+	next.pods.put(labelled(refused, "ambient"))
+	outside := func(i int, name, reason string) bool {
+		s := next.Skipped()
+		return len(s) == 2 && s[i].Name == name && strings.Contains(s[i].Reason, reason)
+	}
+	next.await(t, func() bool {
+		return outside(0, "refused", "no room") && outside(1, "unfound", podnetns.ErrNotFound.Error())
+	})
+	want(t, next.add(t.Context(), unfound, "c-again", netnstest.New(t)), podevent.ResultEnrolled)
+	next.await(t, func() bool { s := next.Skipped(); return len(s) == 1 && s[0].Name == "refused" })
 }

@@ -39,9 +39,9 @@ type retries map[string]retry
 type retry struct {
 	at       time.Time
 	pause    time.Duration
+	why      error // the last attempt failed
 	searches int   // in a row that did not find it running
 	told     bool  // of them
-	why      error // the last one did not
 }
 
 // note counts an attempt that left the pod outside for the reason given.
@@ -59,7 +59,7 @@ func (r retries) note(uid string, why error, now time.Time) {
 	}
 	// Spread by a fifth either way, so that pods that failed together part.
 	jittered := pause*4/5 + rand.N(pause*2/5)
-	r[uid] = retry{at: now.Add(jittered), pause: pause}
+	r[uid] = retry{at: now.Add(jittered), pause: pause, why: why}
 }
 
 // unfound returns the pods that run, as their objects say, and were not found when that was
@@ -69,7 +69,7 @@ func (r retries) unfound(pods []workload.Pod) []workload.Pod {
 	var unfound []workload.Pod
 	for _, pod := range pods {
 		next := r[pod.UID]
-		if next.searches < searchesToTell || next.told || pod.Phase != corev1.PodRunning || len(pod.IPs) == 0 {
+		if next.searches < searchesToTell || next.told || !saysThatItRuns(pod) {
 			continue
 		}
 		next.told = true
@@ -77,6 +77,11 @@ func (r retries) unfound(pods []workload.Pod) []workload.Pod {
 		unfound = append(unfound, pod)
 	}
 	return unfound
+}
+
+// saysThatItRuns tells whether the pod's object does.
+func saysThatItRuns(pod workload.Pod) bool {
+	return pod.Phase == corev1.PodRunning && len(pod.IPs) > 0
 }
 
 // keep forgets all pods but those given.

@@ -70,6 +70,10 @@ func TestReportOver(t *testing.T) {
 		if want := min(round, 1); strings.Count(log.String(), "uid=stays") != want || strings.Count(log.String(), "\n") != want {
 			t.Errorf("after %s the log has %q, want %d lines", time.Duration(round)*searchTick, log.String(), want)
 		}
+		e.noteOutside(plan{over: pods}, nil, over)
+		if told := e.outside["stays"] == sandboxOver; told != (round > 0) || len(e.outside) > 1 {
+			t.Errorf("after %s status shows %v", time.Duration(round)*searchTick, e.outside)
+		}
 		now = now.Add(searchTick)
 	}
 	if pause := over.pause(now); pause > searchTick {

@@ -4,6 +4,7 @@ package enroll
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -13,6 +14,7 @@ import (
 	"ambientd/certfetch"
 	"ambientd/certfetch/spiffeid"
 	"ambientd/nodeagent/admin"
+	"ambientd/nodeagent/podnetns"
 	"ambientd/nodeagent/workload"
 )
 
@@ -75,8 +77,8 @@ func (e *Enroller) podsNow() ([]admin.PodStatus, map[string]struct{}) {
 	return pods, keepers
 }
 
-// Skipped reports the attached pods that are not in the mesh, and those that an operator keeps out, with the
-// reason that holds now: what was so when a pod was attached may have changed since.
+// Skipped reports the attached pods that are not in the mesh, those that an operator keeps out, and those that run here
+// and could not be enrolled, with the reason that holds now: what was so when a pod was attached may have changed since.
 func (e *Enroller) Skipped() []admin.SkippedStatus {
 	pods, _ := e.cfg.Inventory.List()
 	e.mu.Lock()
@@ -88,7 +90,8 @@ func (e *Enroller) Skipped() []admin.SkippedStatus {
 		}
 	}
 	for _, pod := range pods {
-		if _, attached := outside[pod.UID]; attached || e.withheld[pod.UID] {
+		_, attached := outside[pod.UID]
+		if attached || e.withheld[pod.UID] || e.outside[pod.UID] != "" {
 			outside[pod.UID] = admin.SkippedStatus{Namespace: pod.Namespace, Name: pod.Name, Reason: e.whyOutside(pod)}
 		}
 	}
@@ -108,7 +111,28 @@ func (e *Enroller) whyOutside(pod workload.Pod) string {
 	if decision := e.cfg.Policy.Decide(pod); !decision.InMesh {
 		return decision.Reason
 	}
-	return awaitedReason
+	return cmp.Or(e.outside[pod.UID], awaitedReason)
+}
+
+// noteOutside keeps why pods that belong in the mesh are outside, after what was planned for them. Who is not found
+// may be yet to start: then nothing tells that it runs here.
+func (e *Enroller) noteOutside(p plan, again, over retries) {
+	outside := map[string]string{}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, pod := range p.enrol {
+		_, placed := e.places[pod.UID]
+		why := again[pod.UID].why
+		if why != nil && (placed || saysThatItRuns(pod) || !errors.Is(why, podnetns.ErrNotFound)) {
+			outside[pod.UID] = why.Error()
+		}
+	}
+	for _, pod := range p.over {
+		if over[pod.UID].told {
+			outside[pod.UID] = sandboxOver
+		}
+	}
+	e.outside = outside
 }
 
 // Withheld tells whether an operator keeps the pod out of the mesh.

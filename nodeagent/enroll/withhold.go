@@ -21,6 +21,9 @@ const withheldReason = "an operator has withdrawn it"
 // awaitedReason is why a pod that belongs in the mesh is still outside.
 const awaitedReason = "it is enrolled as soon as its network namespace is found"
 
+// sandboxOver is why one is not looked for.
+const sandboxOver = "its sandbox has ended, as the runtime says, and the agent was told of no other"
+
 // decide says whether a pod that starts belongs in the mesh: the policy's word, unless
 // an operator has had the last one.
 func (e *Enroller) decide(pod workload.Pod) workload.Decision {
