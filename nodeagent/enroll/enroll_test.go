@@ -302,7 +302,11 @@ func TestSecondInterface(t *testing.T) {
 		t.Errorf("status shows addresses %v, want all three", ips)
 	}
 	second.Command, second.IPs = podevent.CommandDel, nil
-	want(t, r.Handle(t.Context(), second, nil), podevent.ResultWithdrawn)
+	reply := r.Handle(t.Context(), second, nil)
+	want(t, reply, podevent.ResultWithdrawn)
+	if reply.Reason != "the attachment only: the pod stays enrolled through another one" {
+		t.Errorf("withdrawn is %q", reply.Reason)
+	}
 	r.assertRules(t, ns)
 	want(t, r.del(t.Context(), pod, "c1", nil), podevent.ResultWithdrawn)
 	r.assertNothing(t, peer, pod, ns)

@@ -51,7 +51,7 @@ func (e *Enroller) detach(ctx context.Context, of podevent.Attachment, a attachm
 	case !enrolled && e.forgetUnattached(a):
 		return podevent.Reply{Result: podevent.ResultWithdrawn, Reason: "the pod was enrolled by an earlier agent"}, e.clearSandbox(ctx, a, netns)
 	case enrolled && p.netns == a.netns:
-		return podevent.Reply{Result: podevent.ResultWithdrawn, Reason: "the pod stays enrolled through another attachment"}, nil
+		return podevent.Reply{Result: podevent.ResultWithdrawn, Reason: "the attachment only: the pod stays enrolled through another one"}, nil
 	default:
 		return podevent.Reply{Result: podevent.ResultWithdrawn, Reason: "the attachment belongs to an older sandbox of the pod"}, e.clearSandbox(ctx, a, netns)
 	}
