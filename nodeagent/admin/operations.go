@@ -11,6 +11,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/netip"
+	"slices"
 	"time"
 )
 
@@ -51,10 +52,18 @@ type Selection struct {
 	Pods []string `json:"pods,omitempty"`
 }
 
-// Validate returns an error unless exactly one of the two is given.
+// Validate returns an error unless exactly one of the two is given, and each name is one.
 func (s Selection) Validate() error {
 	if s.All != (len(s.Pods) == 0) {
 		return errors.New("either pods are named, or all are meant")
+	}
+	return checkNames(s.Pods)
+}
+
+// checkNames refuses what would be an error about nobody.
+func checkNames(pods []string) error {
+	if slices.Contains(pods, "") {
+		return errors.New(`a pod is named "": name it as NAMESPACE/NAME, or by its UID`)
 	}
 	return nil
 }
@@ -158,6 +167,9 @@ type failure struct {
 // handleOperations adds the operations to mux.
 func handleOperations(mux *http.ServeMux, ops Operations, logger *slog.Logger) {
 	mux.HandleFunc("POST "+verifyPath, operation(logger, func(ctx context.Context, req VerifyRequest) (VerifyResult, error) {
+		if err := checkNames(req.Pods); err != nil {
+			return VerifyResult{}, &requestError{code: http.StatusBadRequest, err: err}
+		}
 		result, err := ops.Verify(ctx, req)
 		return result.withLists(), err
 	}))

@@ -208,6 +208,8 @@ func TestOperationsRequests(t *testing.T) {
 		{http.MethodPost, "/v1/verify", `{"pods":["` + strings.Repeat("x", 1<<20) + `"]}`, http.StatusRequestEntityTooLarge, "too large"},
 		{http.MethodPost, "/v1/withdraw", `{}`, http.StatusBadRequest, "either pods are named"},
 		{http.MethodPost, "/v1/enrol", `{"all":true,"pods":["a"]}`, http.StatusBadRequest, "either pods are named"},
+		{http.MethodPost, "/v1/withdraw", `{"pods":["shop/web",""]}`, http.StatusBadRequest, `a pod is named \"\": name it as NAMESPACE/NAME`},
+		{http.MethodPost, "/v1/verify", `{"pods":[""]}`, http.StatusBadRequest, `a pod is named \"\": name it as NAMESPACE/NAME`},
 		{http.MethodGet, "/v1/verify", ``, http.StatusMethodNotAllowed, ""},
 		{http.MethodPost, "/v1/status", ``, http.StatusMethodNotAllowed, ""},
 	} {
