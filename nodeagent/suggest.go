@@ -11,8 +11,8 @@ import (
 	"ambientd/cni-plugin/spelling"
 )
 
-// minBeginning is how many letters of a word are enough to guess the rest.
-const minBeginning = 3
+// minLetters is how many letters of a word are enough to guess the rest, or to see a slip in it.
+const minLetters = 3
 
 // didYouMean is the end of an error about a name that there is not: the known ones as which it
 // may have been meant, or nothing.
@@ -23,7 +23,7 @@ func didYouMean(name string, known []string) string {
 			near = []string{k}
 			break
 		}
-		if spelling.Near(name, k) || begins(name, k) || begins(k, name) {
+		if letters(k) >= minLetters && spelling.Slip(name, k) || begins(name, k) || begins(k, name) {
 			near = append(near, k)
 		}
 	}
@@ -35,8 +35,11 @@ func didYouMean(name string, known []string) string {
 
 // begins tells whether word begins with enough letters that are all of beginning.
 func begins(beginning, word string) bool {
-	return len(strings.TrimLeft(beginning, "-")) >= minBeginning && strings.HasPrefix(word, beginning)
+	return letters(beginning) >= minLetters && strings.HasPrefix(word, beginning)
 }
+
+// letters is the length of a word, or of a flag's without its dashes.
+func letters(word string) int { return len(strings.TrimLeft(word, "-")) }
 
 // flagError says in our style what is wrong with a flag.
 func flagError(set *flag.FlagSet, err error) error {

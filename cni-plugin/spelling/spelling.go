@@ -18,9 +18,14 @@ func Same(given, known string) bool { return bare(given) == bare(known) }
 // for one letter that is missing, is too much, is another or has changed places with its neighbour.
 func Near(given, known string) bool {
 	a, b := bare(given), bare(known)
-	if a == b || len(b) < minLength {
-		return a == b
-	}
+	return a == b || len(b) >= minLength && slip(a, b)
+}
+
+// Slip is Near for words of any length: reason enough to ask back, and too little to refuse a word.
+func Slip(given, known string) bool { return slip(bare(given), bare(known)) }
+
+// slip tells whether the words are the same but for one slip at most.
+func slip(a, b string) bool {
 	for a != "" && b != "" && a[0] == b[0] {
 		a, b = a[1:], b[1:]
 	}

@@ -40,6 +40,21 @@ func TestNear(t *testing.T) {
 	}
 }
 
+// In a short word too a slip is one, if only to ask back.
+func TestSlip(t *testing.T) {
+	for _, c := range []struct {
+		given, known string
+		want         bool
+	}{
+		{"--jsn", "--json", true}, {"--jsno", "--json", true}, {"jsonn", "json", true}, {"rum", "run", true}, {"json", "json", true},
+		{"node", "json", false}, {"stauts", "status", true}, {"tsatsu", "status", false},
+	} {
+		if got := spelling.Slip(c.given, c.known); got != c.want {
+			t.Errorf("%q for %q: %t, want %t", c.given, c.known, got, c.want)
+		}
+	}
+}
+
 func TestSame(t *testing.T) {
 	for _, c := range []struct {
 		given, known string

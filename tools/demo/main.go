@@ -82,8 +82,9 @@ func parse(args []string, help io.Writer) (config, error) {
 			flags.SetOutput(help)
 			fmt.Fprintln(help, "Usage: make demo ARGS=\"FLAGS\"; make itself gives --bin and --cni-bin")
 			flags.PrintDefaults()
+			return cfg, err
 		}
-		return cfg, err
+		return cfg, fmt.Errorf("%w; see `make demo ARGS=--help`", err)
 	}
 	if flags.NArg() > 0 {
 		return cfg, fmt.Errorf("unknown argument %q", flags.Arg(0))

@@ -73,7 +73,7 @@ func TestCommandLine(t *testing.T) {
 		{args: []string{"--help"}, stdout: "-redirection"},
 		{args: []string{"-h", "--bin=/nowhere"}, stdout: "-hold"},
 		{args: []string{"--redirection=foo"}, code: 2, stderr: "demo: --redirection=foo is not supported"},
-		{args: []string{"--fast"}, code: 2, stderr: "demo: flag provided but not defined: -fast\n"},
+		{args: []string{"--fast"}, code: 2, stderr: "demo: flag provided but not defined: -fast; see `make demo ARGS=--help`\n"},
 	} {
 		var stdout, stderr bytes.Buffer
 		if code := run(t.Context(), c.args, &stdout, &stderr); code != c.code {
