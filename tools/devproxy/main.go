@@ -43,14 +43,28 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := run(ctx, os.Args[1:], os.Stderr)
 	stop()
-	if errors.Is(err, flag.ErrHelp) {
-		os.Exit(0)
-	}
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "devproxy:", err)
-		os.Exit(1)
-	}
+	os.Exit(report(err, os.Stderr))
 }
+
+// report prints what went wrong, once, and returns the exit code: as ambientd's, 2 for a command
+// line that cannot be used and 1 for the rest.
+func report(err error, stderr io.Writer) int {
+	if err == nil || errors.Is(err, flag.ErrHelp) {
+		return 0
+	}
+	fmt.Fprintln(stderr, "devproxy:", err)
+	if _, ok := errors.AsType[*usageError](err); ok {
+		return 2
+	}
+	return 1
+}
+
+// usageError is a command line that cannot be used.
+type usageError struct{ err error }
+
+func (e *usageError) Error() string { return e.err.Error() + "; see `devproxy --help`" }
+
+func (e *usageError) Unwrap() error { return e.err }
 
 // config is what the flags say.
 type config struct {
@@ -75,10 +89,11 @@ func (p *patterns) Set(s string) error {
 	return nil
 }
 
-func parse(args []string, usage io.Writer) (config, error) {
+// parse reads the command line. On --help it prints help and returns flag.ErrHelp.
+func parse(args []string, help io.Writer) (config, error) {
 	var c config
 	flags := flag.NewFlagSet("devproxy", flag.ContinueOnError)
-	flags.SetOutput(usage)
+	flags.SetOutput(io.Discard) // errors are returned, help is printed below
 	flags.StringVar(&c.zdsSocket, "zds-socket", "/var/run/ztunnel/ztunnel.sock", "`path` of the agent's ZDS socket")
 	flags.StringVar(&c.sdsSocket, "sds-socket", "/run/ambientd/sds/sds.sock", "`path` of the agent's SDS socket")
 	flags.StringVar(&c.adminSocket, "admin-socket", "/run/ambientd/private/admin.sock", "`path` of the agent's admin socket, asked which address has which identity")
@@ -87,11 +102,15 @@ func parse(args []string, usage io.Writer) (config, error) {
 	flags.Var(&c.deny, "deny", "let nobody connect to pods whose namespace/name matches the `pattern`, as a policy that denies all; may be repeated")
 	flags.StringVar(&c.logFormat, "log-format", "text", "`format` of the log on standard error, text or json")
 	flags.BoolVar(&c.original, "original-source", true, "let applications see the client's own address; needs the redirection's rules and routes in the pod")
-	if err := flags.Parse(args); err != nil {
+	if err := flags.Parse(args); errors.Is(err, flag.ErrHelp) {
+		flags.SetOutput(help)
+		flags.Usage()
 		return config{}, err
+	} else if err != nil {
+		return config{}, &usageError{err}
 	}
 	if flags.NArg() > 0 {
-		return config{}, fmt.Errorf("unexpected argument %q", flags.Arg(0))
+		return config{}, &usageError{fmt.Errorf("unexpected argument %q", flags.Arg(0))}
 	}
 	return c, nil
 }
@@ -107,7 +126,7 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	}
 	trustDomain, err := spiffeid.ParseTrustDomain(cfg.trustDomain)
 	if err != nil {
-		return fmt.Errorf("--trust-domain: %w", err)
+		return &usageError{fmt.Errorf("--trust-domain: %w", err)}
 	}
 	log.Info("starting", "version", buildVersion(), "trust_domain", cfg.trustDomain,
 		"zds_socket", cfg.zdsSocket, "sds_socket", cfg.sdsSocket, "admin_socket", cfg.adminSocket)
@@ -132,7 +151,7 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 		Logger:       log,
 	})
 	if err != nil {
-		return fmt.Errorf("--nack or --deny: %w", err)
+		return &usageError{fmt.Errorf("--nack or --deny: %w", err)}
 	}
 	defer manager.Close()
 	zds := zdsclient.New(zdsclient.Config{Socket: cfg.zdsSocket, Handler: manager, Logger: log})
@@ -161,7 +180,7 @@ func newLogger(format string, w io.Writer) (*slog.Logger, error) {
 	case "json":
 		return slog.New(slog.NewJSONHandler(w, nil)), nil
 	default:
-		return nil, fmt.Errorf("--log-format: %q is neither text nor json", format)
+		return nil, &usageError{fmt.Errorf("--log-format: %q is neither text nor json", format)}
 	}
 }
 

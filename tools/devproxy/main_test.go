@@ -3,6 +3,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"io"
@@ -290,12 +291,23 @@ func TestFlags(t *testing.T) {
 	} {
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel() // in case that it is accepted
-		if err := run(ctx, tc.args, io.Discard); err == nil || !strings.Contains(err.Error(), tc.want) {
+		var stderr bytes.Buffer
+		err := run(ctx, tc.args, &stderr)
+		if err == nil || !strings.Contains(err.Error(), tc.want) {
 			t.Errorf("%q: %v, want an error about %s", tc.args, err, tc.want)
 		}
+		code := report(err, &stderr)
+		if lines := strings.Split(strings.TrimSpace(stderr.String()), "\n"); code != 2 || !strings.HasSuffix(lines[len(lines)-1], "; see `devproxy --help`") ||
+			strings.Count(stderr.String(), tc.want) != 1 || strings.Contains(stderr.String(), "Usage") {
+			t.Errorf("%q: exit code %d and, on standard error, %q", tc.args, code, stderr.String())
+		}
 	}
-	if err := run(t.Context(), []string{"--help"}, io.Discard); err == nil {
-		t.Error("--help is not told apart from a run")
+	var help bytes.Buffer
+	if code := report(run(t.Context(), []string{"--help"}, &help), &help); code != 0 || !strings.Contains(help.String(), "-zds-socket path") {
+		t.Errorf("--help: exit code %d, %q", code, help.String())
+	}
+	if code := report(io.ErrUnexpectedEOF, io.Discard); code != 1 {
+		t.Errorf("another error: exit code %d", code)
 	}
 }
 
