@@ -32,11 +32,11 @@ type Finder interface {
 // withdrawn, changed options are applied in place. What fails is tried again with a
 // growing pause, until it succeeds or the pod is gone.
 func (e *Enroller) Run(ctx context.Context) error {
-	again, over, left := retries{}, retries{}, rounds{}
+	again, over, left := retries{}, retries{}, retries{}
 	for {
-		e.converge(ctx, again, over, &left)
+		e.converge(ctx, again, over, left)
 		now := time.Now()
-		timer := time.NewTimer(min(again.pause(now), over.pause(now), left.wait(now)))
+		timer := time.NewTimer(min(again.pause(now), over.pause(now), left.pause(now)))
 		select {
 		case <-ctx.Done():
 			timer.Stop()
@@ -122,7 +122,7 @@ func (e *Enroller) plan(l listing) plan {
 // converge carries out the plan once. Pods that could not be enrolled, or were not
 // found running, are noted in again, those without a sandbox in over, and in left when those
 // outside the mesh are looked at.
-func (e *Enroller) converge(ctx context.Context, again, over retries, left *rounds) {
+func (e *Enroller) converge(ctx context.Context, again, over, left retries) {
 	for _, uid := range e.takeReleased() {
 		// It may have been looked for in vain before it ran: its operator does not wait for that.
 		delete(again, uid)

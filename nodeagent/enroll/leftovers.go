@@ -25,45 +25,6 @@ const (
 	holdsNone
 )
 
-// rounds says when pods outside the mesh are looked at next. They have it in common, because one
-// search costs the same for all.
-type rounds struct {
-	at    time.Time // zero while there is none to look at
-	pause time.Duration
-}
-
-// due tells whether it is time, with so many pods to look at. The first round waits too: the start
-// of an agent, when most of them are there, has other things to do.
-func (r *rounds) due(pods int, now time.Time) bool {
-	switch {
-	case pods == 0:
-		*r = rounds{}
-	case r.at.IsZero():
-		*r = rounds{at: now.Add(firstRetry), pause: firstRetry}
-	default:
-		return !now.Before(r.at)
-	}
-	return false
-}
-
-// end ends a round after which so many pods are left.
-func (r *rounds) end(left int, now time.Time) {
-	if left == 0 {
-		*r = rounds{}
-		return
-	}
-	r.pause = min(2*r.pause, lastRetry)
-	r.at = now.Add(r.pause)
-}
-
-// wait is the time until the next round, an hour where there is none.
-func (r *rounds) wait(now time.Time) time.Duration {
-	if r.at.IsZero() {
-		return time.Hour
-	}
-	return max(r.at.Sub(now), 0)
-}
-
 func (e *Enroller) noteHolding(uid string, what holding) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -122,41 +83,54 @@ func (e *Enroller) isSuspect(pod workload.Pod) bool {
 	return may && runs && !enrolled && !pod.HostNetwork && !pod.Ended() && !e.isOver(pod)
 }
 
-// clearSuspects removes our rules from pods outside the mesh that hold some, if it is time for that.
-func (e *Enroller) clearSuspects(ctx context.Context, listed listing, next *rounds) {
-	if !next.due(len(e.suspects(listed)), time.Now()) {
+// clearSuspects removes our rules from pods outside the mesh that hold some. One search serves all that
+// are due, and one that is new waits for a moment: the start of an agent, when most of them are there,
+// has other things to do.
+func (e *Enroller) clearSuspects(ctx context.Context, listed listing, left retries) {
+	suspects, now := e.suspects(listed), time.Now()
+	left.keep(suspects)
+	for _, pod := range suspects {
+		if _, known := left[pod.UID]; !known {
+			left[pod.UID] = retry{at: now.Add(firstRetry), pause: firstRetry}
+		}
+	}
+	if len(left.due(suspects, now)) == 0 {
 		return
 	}
-	suspects := e.suspects(e.list()) // what else there was to do has taken its time
-	wanted := make([]podnetns.Wanted, 0, len(suspects))
-	for _, pod := range suspects {
+	work := newWork()
+	due := left.due(e.suspects(e.list()), now) // what else there was to do has taken its time
+	wanted := make([]podnetns.Wanted, 0, len(due))
+	for _, pod := range due {
 		wanted = append(wanted, e.wanted(pod))
 	}
 	found, missing := e.cfg.Finder.Find(ctx, wanted)
-	work := newWork()
-	for _, pod := range suspects {
+	for _, pod := range due {
 		if ns, ok := found[pod.UID]; ok {
 			work.do(pod.UID, func() error { return e.clearOutside(ctx, pod, ns) })
 		} else {
 			work.note(pod.UID, e.notFound(pod.UID, missing[pod.UID]))
 		}
 	}
-	left := 0
-	var failures []error
-	for _, err := range work.wait() {
-		if err != nil {
-			left++
-		}
-		if err != nil && !errors.Is(err, podnetns.ErrNotFound) {
-			failures = append(failures, err)
-		}
+	outcomes := work.wait()
+	for _, pod := range due {
+		e.noteCleared(pod, outcomes[pod.UID], left)
 	}
-	if len(failures) > 0 && ctx.Err() == nil {
-		// One of them: mostly they have the same cause.
-		e.cfg.Logger.Warn("pods outside the mesh may hold rules of an earlier enrolment yet, they are looked at again",
-			"pods", len(failures), "err", failures[0])
+}
+
+// noteCleared notes what became of a look at a pod. What failed is told of once.
+func (e *Enroller) noteCleared(pod workload.Pod, err error, left retries) {
+	if err == nil {
+		delete(left, pod.UID)
+		return
 	}
-	next.end(left, time.Now())
+	next := left.postponed(pod.UID, err, time.Now())
+	next.told = left[pod.UID].told
+	if !next.told && !errors.Is(err, podnetns.ErrNotFound) && !errors.Is(err, context.Canceled) {
+		e.cfg.Logger.Warn("pod outside the mesh may hold rules of an earlier enrolment yet, it is looked at again",
+			"pod", pod.String(), "uid", pod.UID, "err", err)
+		next.told = true
+	}
+	left[pod.UID] = next
 }
 
 // notFound returns why a pod is to be looked for again, nil if it is not: one of which nothing is

@@ -53,13 +53,18 @@ func (r retries) note(uid string, why error, now time.Time) {
 		}
 		return
 	}
+	r[uid] = r.postponed(uid, why, now)
+}
+
+// postponed is the next attempt, after a pause that grows from one to another.
+func (r retries) postponed(uid string, why error, now time.Time) retry {
 	pause := firstRetry
 	if last, ok := r[uid]; ok {
 		pause = min(2*last.pause, lastRetry)
 	}
 	// Spread by a fifth either way, so that pods that failed together part.
 	jittered := pause*4/5 + rand.N(pause*2/5)
-	r[uid] = retry{at: now.Add(jittered), pause: pause, why: why}
+	return retry{at: now.Add(jittered), pause: pause, why: why}
 }
 
 // unfound returns the pods that run, as their objects say, and were not found when that was

@@ -81,36 +81,25 @@ func TestReportOver(t *testing.T) {
 	}
 }
 
-// TestRounds: pods outside the mesh are looked at a moment after the first of them is known, and in growing pauses
-// as long as some are left.
-func TestRounds(t *testing.T) {
-	var r rounds
-	now := time.Now()
-	if r.due(0, now) || r.wait(now) < time.Minute {
-		t.Errorf("without pods the next round is in %s", r.wait(now))
-	}
-	for _, want := range []time.Duration{firstRetry, 2 * firstRetry, 4 * firstRetry} {
-		if r.due(2, now) || r.due(3, now.Add(want-1)) {
-			t.Errorf("a round is due before %s have passed", want)
-		}
-		if got := r.wait(now); got != want {
-			t.Errorf("the next round is in %s, want %s", got, want)
-		}
-		now = now.Add(want)
-		if !r.due(3, now) {
-			t.Errorf("no round is due after %s", want)
-		}
-		r.end(2, now)
-	}
+// What is left in a pod outside the mesh is told of once, by the pod's name, and looked at again in
+// growing pauses, which are not those of other pods.
+func TestNoteCleared(t *testing.T) {
+	var log strings.Builder
+	e := &Enroller{cfg: Config{Logger: slog.New(slog.NewTextHandler(&log, nil))}}
+	bad, good := workload.Pod{UID: "bad", Namespace: "shop", Name: "bad"}, workload.Pod{UID: "good"}
+	left := retries{"bad": {pause: firstRetry}, "good": {pause: firstRetry}}
 	for range 20 {
-		r.end(1, now)
+		e.noteCleared(bad, errors.New("owned by another"), left)
 	}
-	if got := r.wait(now); got != lastRetry {
-		t.Errorf("after many rounds the next is in %s", got)
+	if left["bad"].pause != lastRetry || left["good"].pause != firstRetry {
+		t.Errorf("pauses %s and %s", left["bad"].pause, left["good"].pause)
 	}
-	r.end(0, now)
-	if r.due(1, now) || r.wait(now) != firstRetry {
-		t.Errorf("after a round that left none the next is in %s", r.wait(now))
+	if strings.Count(log.String(), "\n") != 1 || !strings.Contains(log.String(), `pod=shop/bad uid=bad err="owned by another"`) {
+		t.Errorf("told: %s", &log)
+	}
+	e.noteCleared(good, nil, left)
+	if _, ok := left["good"]; ok {
+		t.Error("a pod that holds nothing any more is looked at again")
 	}
 }
 
