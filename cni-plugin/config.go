@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"path"
 	"slices"
+	"strings"
 	"time"
 
 	"ambientd/cni-plugin/podevent"
@@ -130,10 +131,11 @@ func parseConfig(stdin []byte) (config, error) {
 	return conf, joined(errs...)
 }
 
-// misspelled looks for a key that was meant to be name.
+// misspelled looks for a key that was meant to be name. An underscore at either end is how a key is
+// taken out of use.
 func misspelled(raw map[string]json.RawMessage, name string) error {
 	for given := range raw {
-		if given != name && spelling.Near(given, name) {
+		if given != name && strings.Trim(given, "_") == given && spelling.Near(given, name) {
 			return fmt.Errorf("key %q: it is spelled %q", given, name)
 		}
 	}

@@ -22,7 +22,7 @@ const othersKeys = `{"cniVersion":"1.1.0","cniVersions":["1.0.0"],"name":"n","ty
 	"runtimeConfig":{"portMappings":[]},"prevResult":{},"cni.dev/valid-attachments":[],"cni.dev/attachments":[],"io.kubernetes.cri.sandbox-id":"c1",
 	"deviceID":"0000:03:02.0","pciBusID":"0000:03:02.0","resourceName":"x/y","namespaceIsolation":true,"delegate":{},"daemonSocketDir":"/d",
 	"mtu":1500,"bridge":"cni0","master":"eth0","mode":"l2","policy":{"type":"k8s"},"kubernetes":{"kubeconfig":"/k"},"logFile":"/l",
-	"sysctl":{},"snat":true,"datastore_type":"kubernetes","//":"a comment","_comment":"another"}`
+	"sysctl":{},"snat":true,"datastore_type":"kubernetes","//":"a comment","_comment":"another","_timeout":"1s","socket_":"/s"}`
 
 func TestParseConfig(t *testing.T) {
 	with := func(change func(*config)) config {
