@@ -21,6 +21,9 @@ import (
 )
 
 func TestMain(m *testing.M) {
+	if os.Getenv(leaderlessEnv) != "" {
+		leaderless()
+	}
 	flag.Parse()
 	if flag.Lookup("test.bench").Value.String() != "" {
 		runtime.LockOSThread() // as ambientd does; the tests want to meet the main thread too

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"slices"
 
 	"golang.org/x/sys/unix"
@@ -22,6 +23,10 @@ const (
 	// paths of 1 KiB. A longer one is not a pod's.
 	maxCgroup = 16 << 10
 
+	// maxThreads bounds how many threads of one process are looked at, where that is needed. All
+	// but the last are dead ones that somebody traces.
+	maxThreads = 1 << 14
+
 	// checkContextEvery is how many processes may be looked at before the context is
 	// looked at again, some 2 ms.
 	checkContextEvery = 256
@@ -30,7 +35,7 @@ const (
 // group is the processes that share a netns.
 type group struct {
 	id   nsID
-	rest []string // PIDs that were not looked at
+	rest []string // processes that were not looked at, as groupOf names them
 	uids []string // of the pods whose processes were
 
 	// By whoever judges candidates.
@@ -135,58 +140,107 @@ func (p *processes) close() {
 // pass looks once at the netns of every process outside of the host's. It calls first for
 // the first one in each netns and keeps the others.
 func (p *processes) pass(ctx context.Context, first func(*group, string)) error {
-	entries := make([]byte, 32<<10)
-	var names []string
-	for {
-		n, err := retrying(func() (int, error) { return unix.ReadDirent(p.dir, entries) })
+	for pid, err := range entriesOf(p.dir, make([]byte, 32<<10)) {
 		if err != nil {
 			return fmt.Errorf("listing %s: %w", p.root, err)
 		}
-		if n == 0 {
-			return nil
+		if pid[0] < '1' || pid[0] > '9' {
+			continue
 		}
-		_, _, names = unix.ParseDirent(entries[:n], -1, names[:0])
-		for _, pid := range names {
-			if pid[0] < '1' || pid[0] > '9' {
-				continue
+		if p.seen%checkContextEvery == 0 && ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if p.seen++; p.seen > maxProcesses {
+			return fmt.Errorf("%s has more than %d processes", p.root, maxProcesses)
+		}
+		g, name, isNew := p.groupOf(pid)
+		switch {
+		case isNew:
+			first(g, name)
+		case g != nil:
+			g.rest = append(g.rest, name)
+		}
+	}
+	return nil
+}
+
+// entriesOf reads a directory, a buffer at a time.
+func entriesOf(dir int, buf []byte) iter.Seq2[string, error] {
+	return func(yield func(string, error) bool) {
+		var names []string
+		for {
+			n, err := retrying(func() (int, error) { return unix.ReadDirent(dir, buf) })
+			if err != nil {
+				yield("", err)
+				return
 			}
-			if p.seen%checkContextEvery == 0 && ctx.Err() != nil {
-				return context.Cause(ctx)
+			if n == 0 {
+				return
 			}
-			if p.seen++; p.seen > maxProcesses {
-				return fmt.Errorf("%s has more than %d processes", p.root, maxProcesses)
-			}
-			g, isNew := p.groupOf(pid)
-			switch {
-			case isNew:
-				first(g, pid)
-			case g != nil:
-				g.rest = append(g.rest, pid)
+			_, _, names = unix.ParseDirent(buf[:n], -1, names[:0])
+			for _, name := range names {
+				if !yield(name, nil) {
+					return
+				}
 			}
 		}
 	}
 }
 
-// groupOf returns the group of the process' netns, and whether it is the first one there;
-// nil for a process in the host's netns and for one that cannot be looked at.
-func (p *processes) groupOf(pid string) (g *group, isNew bool) {
-	var st unix.Stat_t
-	if err := unix.Fstatat(p.dir, pid+"/ns/net", &st, 0); err != nil {
-		p.skip(err)
-		return nil, false
+// groupOf returns the group of the process' netns, the directory below p.dir in which the process
+// shows it, and whether it is the first one there; no group for a process in the host's netns and
+// for one that cannot be looked at.
+func (p *processes) groupOf(pid string) (g *group, name string, isNew bool) {
+	name = pid
+	id, err := p.netnsOf(name)
+	if errors.Is(err, unix.ENOENT) {
+		name, id, err = p.liveThread(pid)
 	}
-	id := nsID{dev: st.Dev, ino: st.Ino}
+	if err != nil {
+		p.skip(err)
+		return nil, "", false
+	}
 	if id == p.host {
-		return nil, false
+		return nil, "", false
 	}
 	g = p.groups[id]
 	if g != nil {
-		return g, false
+		return g, name, false
 	}
 	g = &group{id: id}
 	p.groups[id] = g
 	p.order = append(p.order, g)
-	return g, true
+	return g, name, true
+}
+
+func (p *processes) netnsOf(name string) (nsID, error) {
+	var st unix.Stat_t
+	err := unix.Fstatat(p.dir, name+"/ns/net", &st, 0)
+	return nsID{dev: st.Dev, ino: st.Ino}, err
+}
+
+// liveThread finds the thread that stands in for a main thread which has ended before the others,
+// and shows no netns any more, nor a cgroup of version 1. It is the first that lives: threads may be
+// in different netns, and of a process one of them counts, as it does while the main thread lives.
+func (p *processes) liveThread(pid string) (name string, id nsID, err error) {
+	tasks := pid + "/task"
+	dir, err := openat(p.dir, tasks, unix.O_RDONLY|unix.O_DIRECTORY)
+	if err != nil {
+		return "", nsID{}, err
+	}
+	defer func() { _ = unix.Close(dir) }() // nothing was written
+	left := maxThreads
+	for tid, err := range entriesOf(dir, p.buf) {
+		if err != nil {
+			return "", nsID{}, err
+		}
+		name = tasks + "/" + tid
+		id, err = p.netnsOf(name)
+		if left--; left == 0 || !errors.Is(err, unix.ENOENT) {
+			return name, id, err
+		}
+	}
+	return "", nsID{}, unix.ENOENT // it is a zombie altogether
 }
 
 // podOf returns the UID of the pod that the process belongs to, or "".
