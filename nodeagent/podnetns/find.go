@@ -5,7 +5,6 @@ package podnetns
 import (
 	"context"
 	"errors"
-	"fmt"
 	"net/netip"
 
 	"ambientd/iptables/rawnetlink"
@@ -82,7 +81,7 @@ type Wanted struct {
 // Find returns the netns of each wanted pod by UID, for the caller to close, and says
 // of each other one why it has none. Such an error wraps [ErrNotFound] unless the
 // search itself did not come to its end: then it wraps what stopped it, such as the
-// end of ctx.
+// end of ctx, or a shortage of descriptors or memory.
 //
 // It looks in four places, and in the next one only for pods that the last did not
 // have. First at the path in the pod's record: the netns there must have the
@@ -113,7 +112,7 @@ func (f *Finder) Find(ctx context.Context, wanted []Wanted) (map[string]*Netns, 
 			break
 		}
 		if err := stage(ctx); err != nil {
-			s.abandon(fmt.Errorf("looking for the pod's network namespace: %w", err))
+			s.abandon(incomplete(err))
 			break
 		}
 		s.settle()

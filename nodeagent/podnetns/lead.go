@@ -98,10 +98,11 @@ func (c candidate) confirm(s *search, v surveyed) error {
 // livesIn says why the netns in which somebody else than the record says that the pod lives
 // is not the pod's. If it is the recorded one even so, the search ends: the pod has not left
 // it for a new sandbox, but has taken its addresses off it, or keeps them from being read, and
-// may have put them into a netns that it made itself: NET_ADMIN suffices for that.
+// may have put them into a netns that it made itself: NET_ADMIN suffices for that. A shortage of
+// the agent's own says none of this.
 func (p *pursuit) livesIn(v surveyed) error {
 	err := v.has(p.IPs)
-	if err == nil || p.Key == (Key{}) || v.key != p.Key {
+	if err == nil || p.Key == (Key{}) || v.key != p.Key || isShortage(err) {
 		return err
 	}
 	err = fmt.Errorf("the pod is still in the recorded netns %s, but: %w", v.key, err)

@@ -140,7 +140,7 @@ func (s *search) holding(held []netip.Addr) []*pursuit {
 	return pods
 }
 
-// missing returns the pods that the search goes on for.
+// missing returns the pods that no earlier stage has settled.
 func (s *search) missing() []*pursuit {
-	return slices.DeleteFunc(slices.Clone(s.order), func(p *pursuit) bool { return !p.open() })
+	return slices.DeleteFunc(slices.Clone(s.order), func(p *pursuit) bool { return p.settled })
 }

@@ -52,8 +52,9 @@ type processes struct {
 	groups map[nsID]*group
 	order  []*group // as they were met
 
-	seen   int // processes in the pass
-	hidden int // of them, those that the agent has no permission to look at
+	seen   int   // processes in the pass
+	hidden int   // of them, those that the agent has no permission to look at
+	short  error // a shortage for which one was not looked at
 	buf    []byte
 }
 
@@ -86,6 +87,9 @@ func (s *search) fromProcesses(ctx context.Context) error {
 		if err := s.examineRest(ctx, g); err != nil {
 			return err
 		}
+	}
+	if procs.short != nil { // whose process that was is not known
+		return fmt.Errorf("looking at the processes in %s: %w", s.procRoot, procs.short)
 	}
 	return nil
 }
@@ -263,7 +267,10 @@ func (p *processes) podOf(dir int) (string, error) {
 
 // skip counts a process that cannot be looked at. One that has ended meanwhile is none.
 func (p *processes) skip(err error) {
-	if errors.Is(err, unix.EACCES) || errors.Is(err, unix.EPERM) {
+	switch {
+	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM):
 		p.hidden++
+	case isShortage(err):
+		p.short = err
 	}
 }

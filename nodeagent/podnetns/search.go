@@ -11,6 +11,8 @@ import (
 	"slices"
 	"strings"
 	"sync"
+
+	"golang.org/x/sys/unix"
 )
 
 // maxReasons bounds what is kept of a pod about netns that are not its own.
@@ -39,7 +41,8 @@ type pursuit struct {
 	settled bool // a stage ended with the netns, or the error
 
 	reasons []string
-	more    int // reasons that were not kept
+	more    int   // reasons that were not kept
+	short   error // the first reason that is a shortage of the agent's own
 }
 
 func (f *Finder) newSearch(wanted []Wanted) *search {
@@ -87,6 +90,9 @@ func (p *pursuit) fail(err error) {
 
 // note keeps why a netns at this place is not the pod's, for its final error.
 func (p *pursuit) note(place string, err error) {
+	if p.short == nil && isShortage(err) {
+		p.short = fmt.Errorf("%s: %w", place, err)
+	}
 	if len(p.reasons) == maxReasons {
 		p.more++
 		return
@@ -94,8 +100,22 @@ func (p *pursuit) note(place string, err error) {
 	p.reasons = append(p.reasons, place+": "+err.Error())
 }
 
-// notFound is the error of a pod whose search came to its end.
+// isShortage says whether err is that descriptors or memory ran out, which tells nothing of what
+// was to be looked at.
+func isShortage(err error) bool {
+	return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOMEM) || errors.Is(err, unix.ENOBUFS)
+}
+
+// incomplete is the error of a pod whose search err kept from coming to its end.
+func incomplete(err error) error {
+	return fmt.Errorf("looking for the pod's network namespace: %w", err)
+}
+
+// notFound is the error of a pod that no place led to.
 func (p *pursuit) notFound(how string) error {
+	if p.short != nil {
+		return incomplete(p.short)
+	}
 	reasons := append([]string{how}, p.reasons...)
 	if p.more > 0 {
 		reasons = append(reasons, fmt.Sprintf("and %d more reasons", p.more))
@@ -106,9 +126,13 @@ func (p *pursuit) notFound(how string) error {
 func (s *search) anyOpen() bool { return slices.ContainsFunc(s.order, (*pursuit).open) }
 
 // settle ends a stage: what it found is the pods' from now on, whatever weaker claim a
-// later stage may come upon.
+// later stage may come upon. But of a pod that is not in the recorded netns, what there was a
+// shortage for might have said that it is, or that there is another netns like that.
 func (s *search) settle() {
 	for _, p := range s.order {
+		if p.netns != nil && p.short != nil && p.netns.key != p.Key {
+			p.giveUp(incomplete(p.short))
+		}
 		p.settled = !p.open()
 	}
 }
@@ -120,12 +144,17 @@ func (s *search) abandon(err error) {
 		if p.settled {
 			continue
 		}
-		if p.netns != nil {
-			err = errors.Join(err, p.netns.Close())
-			p.netns = nil
-		}
-		p.fail(err)
+		p.giveUp(err)
 	}
+}
+
+// giveUp ends the search for the pod because of err, and closes the netns that it had.
+func (p *pursuit) giveUp(err error) {
+	if p.netns != nil {
+		err = errors.Join(err, p.netns.Close())
+		p.netns = nil
+	}
+	p.fail(err)
 }
 
 func (s *search) results() (map[string]*Netns, map[string]error) {

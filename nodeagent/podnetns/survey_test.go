@@ -250,3 +250,18 @@ func TestReasonsAreBounded(t *testing.T) {
 		t.Error(text)
 	}
 }
+
+// What the agent ran out of is not what a pod is said to lack, nor to be.
+func TestShortages(t *testing.T) {
+	key := Key{BootID: "b", Cookie: 1}
+	for _, errno := range []unix.Errno{unix.EMFILE, unix.ENFILE, unix.ENOMEM, unix.ENOBUFS} {
+		p := &pursuit{Wanted: Wanted{UID: "u", Key: key}}
+		err := p.livesIn(surveyed{key: key, err: fmt.Errorf("reading the netns' addresses: %w", errno)})
+		p.note("process 16", errors.New("it is another's"))
+		p.note("process 17", err)
+		p.note("process 18", unix.ENOENT)
+		if err := p.notFound("nothing leads to it"); !p.open() || !errors.Is(err, errno) || errors.Is(err, ErrNotFound) || !strings.Contains(err.Error(), "process 17: ") {
+			t.Errorf("%v: %v, %v", errno, p.err, err)
+		}
+	}
+}
