@@ -389,7 +389,7 @@ func TestUnreadableFiles(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			d := newDirectory(t)
 			d.put("bad.yaml", test.content)
-			d.put("good.yaml", pod("ok", ""))
+			d.put("good.yaml", pod("ok", "")+"---"+shopNamespace)
 			s := d.open()
 			lookup(t, s, "ok", "")
 			_, err := s.Lookup(t.Context(), "shop", "a", "")
@@ -427,7 +427,7 @@ func TestProblemsAreBounded(t *testing.T) {
 
 func TestUnreadableEntries(t *testing.T) {
 	d := newDirectory(t)
-	d.put("ok.yaml", pod("ok", ""))
+	d.put("ok.yaml", pod("ok", "")+"---"+shopNamespace)
 	at := func(name string) string { return filepath.Join(d.path, name) }
 	if err := errors.Join(
 		os.Mkdir(at("dir.yaml"), 0o700),

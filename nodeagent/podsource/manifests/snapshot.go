@@ -22,18 +22,26 @@ type file struct {
 	name    string
 	stamp   stamp
 	settled bool
-	objects objects
+	objects objects           // of its last good version
+	good    bool              // it has had one since it is there
 	digest  [sha256.Size]byte // of what it holds
-	err     error             // why it says nothing
+	err     error             // why that is not its last good version
 }
+
+// emptyError is no state to leave a file in: who writes one empties it first, a command
+// that fails leaves it so, and so may a machine that loses its power.
+type emptyError struct{}
+
+func (emptyError) Error() string { return "empty; a file whose objects are to go has to be removed" }
 
 // podName names a pod to people. A UID names it to the runtime.
 type podName struct{ namespace, name string }
 
 // entry is a pod with the files that say something of it.
 type entry struct {
-	pod   workload.Pod
-	files []*file // the pod's, and its namespace's if that has one
+	pod     workload.Pod
+	files   []*file // the pod's, and its namespace's if that has one
+	unknown bool    // whether its namespace has labels: see snapshot.index
 }
 
 // problem is something in the directory that an operator has to put right. The
@@ -42,6 +50,7 @@ type problem struct {
 	file  string
 	stamp stamp
 	text  string
+	whole bool // with the file, not with one document of it
 }
 
 // snapshot is the directory at one time. It is not changed once it is made.
@@ -75,6 +84,10 @@ func load(dir string, old *snapshot) (*snapshot, error) {
 		if errors.Is(f.err, fs.ErrNotExist) && e.Type()&fs.ModeSymlink == 0 {
 			continue // removed since the directory was listed
 		}
+		_, empty := errors.AsType[emptyError](f.err)
+		if empty && old.pods != nil && old.files[f.name] == nil {
+			continue // just created: its writer comes to it
+		}
 		s.files[f.name] = f
 		files = append(files, f)
 	}
@@ -87,21 +100,30 @@ func load(dir string, old *snapshot) (*snapshot, error) {
 	return s, nil
 }
 
+// loadFile reads a file. What it held when it was read as old stays its content while it
+// cannot be read: a slip in it, or half of it written, must not change what is known.
 func loadFile(dir, name string, old *file) *file {
+	if old == nil {
+		old = &file{}
+	}
 	path := filepath.Join(dir, name)
 	stamp, settled, mode, err := stat(path)
+	f := &file{name: name, stamp: stamp, settled: settled, err: err}
 	switch {
 	case err != nil:
-		return &file{name: name, err: err}
-	case old != nil && old.settled && old.stamp == stamp:
+	case old.settled && old.stamp == stamp:
 		return old
 	case !mode.IsRegular():
-		return &file{name: name, stamp: stamp, settled: settled, err: errors.New("not a regular file")}
+		f.err = errors.New("not a regular file")
+	default:
+		f.read(path, old)
 	}
-	f := &file{name: name, stamp: stamp, settled: settled}
-	f.read(path, old)
-	if old != nil && f.err == nil && old.err == nil && f.digest == old.digest && f.stamp == old.stamp && f.settled == old.settled {
+	if f.err == nil && old.err == nil && f.digest == old.digest && f.stamp == old.stamp && f.settled == old.settled {
 		return old
+	}
+	f.good = f.err == nil || old.good
+	if f.err != nil {
+		f.objects = old.objects
 	}
 	if _, ok := errors.AsType[*fs.PathError](f.err); ok {
 		f.settled = false // not what it holds is wrong: it is read again, changed or not
@@ -117,15 +139,18 @@ func (f *file) read(path string, old *file) {
 		return
 	}
 	f.digest = sha256.Sum256(content)
-	if old != nil && old.err == nil && old.digest == f.digest {
+	switch {
+	case len(content) == 0:
+		f.err = emptyError{}
+	case old.err == nil && old.digest == f.digest:
 		f.objects = old.objects
-		return
+	default:
+		f.objects, f.err = decode(content)
 	}
-	f.objects, f.err = decode(content)
 }
 
 // same tells whether both were made of the same files with the same content. A file that
-// says nothing may say something else each time that it is read.
+// cannot be read may be told of with another cause each time.
 func (s *snapshot) same(other *snapshot) bool {
 	return maps.EqualFunc(s.files, other.files, func(a, b *file) bool {
 		return a == b || a.err == nil && b.err == nil && a.digest == b.digest
@@ -138,10 +163,10 @@ func (s *snapshot) index(files []*file) {
 	labels := map[string]map[string]string{}
 	s.labels = labels
 	namespaceFiles := map[string]*file{}
+	blind := false // a Namespace may be in a file of which nothing is known
 	for _, f := range files {
-		if f.err != nil {
-			s.report(f, strings.ReplaceAll(f.err.Error(), "\n", "; "))
-		}
+		blind = blind || !f.good
+		s.reportFile(f)
 		for _, ns := range f.objects.namespaces {
 			if first, taken := namespaceFiles[ns.name]; taken {
 				s.report(f, fmt.Sprintf("namespace %s: %s has it too", ns.name, first.name))
@@ -165,8 +190,9 @@ func (s *snapshot) index(files []*file) {
 			}
 			byUID[pod.UID] = name
 			pod.NamespaceLabels = labels[pod.Namespace]
-			e := entry{pod: pod, files: []*file{f}}
-			if nsFile := namespaceFiles[pod.Namespace]; nsFile != nil && nsFile != f {
+			nsFile := namespaceFiles[pod.Namespace]
+			e := entry{pod: pod, files: []*file{f}, unknown: blind && nsFile == nil}
+			if nsFile != nil && nsFile != f {
 				e.files = append(e.files, nsFile)
 			}
 			s.pods[name] = e
@@ -181,14 +207,25 @@ func (s *snapshot) report(f *file, text string) {
 	s.problems = append(s.problems, problem{file: f.name, stamp: f.stamp, text: text})
 }
 
+func (s *snapshot) reportFile(f *file) {
+	if f.err == nil {
+		return
+	}
+	text := strings.ReplaceAll(f.err.Error(), "\n", "; ")
+	if f.good {
+		text += "; its last good version is in use"
+	}
+	s.problems = append(s.problems, problem{file: f.name, stamp: f.stamp, text: text, whole: true})
+}
+
 // maxNamed is how many files an error names.
 const maxNamed = 5
 
-// unreadable names the first files that say nothing, with the cause, or is "".
+// unreadable names the first files that cannot be read, with the cause, or is "".
 func (s *snapshot) unreadable() string {
 	var texts []string
 	for _, p := range s.problems {
-		if s.files[p.file].err != nil {
+		if p.whole {
 			texts = append(texts, fmt.Sprintf("%s (%s)", p.file, p.text))
 		}
 	}

@@ -53,7 +53,7 @@ type reading struct {
 }
 
 // New reads the directory. Without it there is no Source; files in it that
-// cannot be read are logged and say nothing.
+// cannot be read are logged.
 func New(cfg Config) (*Source, error) {
 	if cfg.Logger == nil {
 		return nil, errors.New("manifests: no logger given")
@@ -137,7 +137,7 @@ func (s *Source) refresh() {
 // Lookup returns the pod of that name. The UID may be empty; if it is not, it
 // must be the pod's, or the error wraps [podsource.ErrUIDMismatch]. An unknown pod is
 // [podsource.ErrNotFound], which names the files that could not be read, as the pod may be
-// in one of them.
+// in one of them. So may its namespace: a pod that is left out of List is an error here.
 //
 // A manifest that was written before the call counts: the directory's and the
 // file's stamps are compared with the snapshot's, and what differs is read again.
@@ -146,7 +146,7 @@ func (s *Source) Lookup(ctx context.Context, namespace, name, uid string) (workl
 	for {
 		r := s.current.Load()
 		e, found := r.snapshot.pods[podName{namespace, name}]
-		if found && (uid == "" || uid == e.pod.UID) && r.snapshot.current(s.cfg.Dir, e) {
+		if found && !e.unknown && (uid == "" || uid == e.pod.UID) && r.snapshot.current(s.cfg.Dir, e) {
 			return e.pod, nil
 		}
 		if r.began.After(began) { // it cannot get any newer
@@ -161,11 +161,16 @@ func (s *Source) Lookup(ctx context.Context, namespace, name, uid string) (workl
 // List returns all pods, in no order, as they were read last. It is not complete
 // while the directory or a file in it cannot be read: a pod that is missing may
 // then be in there.
+//
+// A pod is left out while its namespace has no manifest but may have one in a file of which
+// there is no good version: nobody could tell whether the pod belongs in the mesh.
 func (s *Source) List() (pods []workload.Pod, complete bool) {
 	r := s.current.Load()
 	pods = make([]workload.Pod, 0, len(r.snapshot.pods))
 	for _, e := range r.snapshot.pods {
-		pods = append(pods, e.pod)
+		if !e.unknown {
+			pods = append(pods, e.pod)
+		}
 	}
 	return pods, r.err == nil && r.snapshot.unreadable() == ""
 }
@@ -212,16 +217,19 @@ func (s *Source) await(ctx context.Context) error {
 
 // settle answers from a reading that was begun after the question.
 func (s *Source) settle(r *reading, e entry, found bool, name podName, uid string) (workload.Pod, error) {
-	switch {
-	case found && (uid == "" || uid == e.pod.UID):
-		return e.pod, nil
-	case found:
-		return workload.Pod{}, fmt.Errorf("pod %s: %w: %s in manifest %s, %s from the runtime; if the manifest is right, "+
-			"whatever starts the pod has to pass its UID", e.pod, podsource.ErrUIDMismatch, e.pod.UID, e.files[0].name, uid)
-	}
 	hint := ""
 	if files := r.snapshot.unreadable(); files != "" {
 		hint = "; files that cannot be read: " + files
+	}
+	switch {
+	case found && uid != "" && uid != e.pod.UID:
+		return workload.Pod{}, fmt.Errorf("pod %s: %w: %s in manifest %s, %s from the runtime; if the manifest is right, "+
+			"whatever starts the pod has to pass its UID%s", e.pod, podsource.ErrUIDMismatch, e.pod.UID, e.files[0].name, uid, hint)
+	case found && e.unknown:
+		return workload.Pod{}, fmt.Errorf("pod %s in %s: its namespace has no manifest that can be read, so whether it belongs "+
+			"in the mesh is not known%s", e.pod, s.cfg.Dir, hint)
+	case found:
+		return e.pod, nil
 	}
 	return workload.Pod{}, fmt.Errorf("pod %s/%s in %s: %w%s", name.namespace, name.name, s.cfg.Dir, podsource.ErrNotFound, hint)
 }
@@ -249,7 +257,7 @@ func (s *Source) reload(since time.Time) error {
 	}
 	for _, p := range next.snapshot.problems {
 		if !slices.Contains(last.snapshot.problems, p) {
-			s.logProblem(next.snapshot, p)
+			s.logProblem(p)
 		}
 	}
 	return next.err
@@ -275,11 +283,11 @@ func (s *Source) Problems() []string {
 	return lines
 }
 
-// logProblem tells a file that says nothing from one of which a document does not
+// logProblem tells a file that cannot be read from one of which a document does not
 // count, while its others do.
-func (s *Source) logProblem(of *snapshot, p problem) {
+func (s *Source) logProblem(p problem) {
 	path := filepath.Join(s.cfg.Dir, p.file)
-	if of.files[p.file].err != nil {
+	if p.whole {
 		s.cfg.Logger.Warn("manifest is not in use", "file", path, "err", p.text)
 		return
 	}
