@@ -78,7 +78,7 @@ func (i *installation) addInstall() error {
 	f.addDerived((*text)(&i.target.Plugin), "plugin PATH", "the binary to install (default: ambient-cni beside ambientd)")
 	f.add((*duration)(&i.target.Wait), "wait DURATION", "how long to wait for a network configuration, which on a new node another plugin's installer has yet to write")
 	f.group("Settings that the agent has too")
-	f.add((*text)(&i.file), "config PATH", "the agent's configuration file")
+	f.add((*text)(&i.file), "config PATH", "the agent's configuration file; may be relative")
 	f.add((*text)(&c.RunDir), "run-dir DIR", "as of the host")
 	f.addDerived((*text)(&c.CNISocket), "cni-socket PATH", "the agent's (default <run-dir>/private/cni.sock)")
 	f.add((*list)(&c.ExcludeNamespaces), "exclude-namespaces LIST", "pods there start also while the agent is down")

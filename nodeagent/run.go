@@ -21,10 +21,11 @@ const runUsage = `Usage: ambientd run [FLAGS]
 Runs the node agent until SIGINT or SIGTERM, as root. Packet rules of enrolled pods stay in place when it ends, so that they fail closed.
 
 A DURATION is written as 700ms, 15s or 24h, a LIST with commas between its items; PATH and DIR are absolute.
+Only the PATH of --config may be relative.
 `
 
 const runFileUsage = `
-The configuration file is YAML. Its keys are the flags in camelCase; lists are YAML lists; flags win. One has no flag:
+The configuration file is YAML. Its keys are the flags in camelCase; lists are YAML lists, or strings with commas; flags win. One has no flag:
   selectors: which labels put a pod in the mesh, pairs of podSelector and namespaceSelector, of which any may match
              (default: pods with the label istio.io/dataplane-mode=ambient, and others where their namespace has it)
 

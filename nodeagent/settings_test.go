@@ -36,7 +36,7 @@ kubeconfig: /k
 criSocket: /s/cri
 allowedPodOptions: [exclude-interfaces]
 agentNamespace: mesh
-ownPods: [agent-*, proxy-*]
+ownPods: agent-*, proxy-* # as a flag has it; the other lists are lists
 excludeNamespaces: []
 selectors:
 - podSelector: {matchLabels: {mesh: "yes"}}
