@@ -493,6 +493,9 @@ func TestCheck(t *testing.T) {
 	if !strings.Contains(reply.Error.Msg, redirection.NFTablesTable) {
 		t.Errorf("the message is %q, want the table that is gone", reply.Error.Msg)
 	}
+	if !strings.Contains(reply.Error.Details, "ambientd verify") {
+		t.Errorf("the advice is %q", reply.Error.Details)
+	}
 }
 
 // TestGC: what the runtime no longer lists goes, of its network only.

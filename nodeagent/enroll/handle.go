@@ -80,11 +80,11 @@ func cniError(req podevent.Request, err error) *podevent.Error {
 	if s := (*StepError)(nil); errors.As(err, &s) {
 		step = s.Step
 	}
-	return &podevent.Error{
-		Code:    cniCode(step, err),
-		Msg:     fmt.Sprintf("pod %s: %v", req.Pod, err),
-		Details: advice(step),
+	details := advice(step)
+	if d := (*DifferenceError)(nil); errors.As(err, &d) {
+		details = "`ambientd verify` shows all that differs, and puts it right"
 	}
+	return &podevent.Error{Code: cniCode(step, err), Msg: fmt.Sprintf("pod %s: %v", req.Pod, err), Details: details}
 }
 
 func cniCode(step string, err error) uint {

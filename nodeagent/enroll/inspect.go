@@ -25,7 +25,7 @@ type DifferenceError struct{ Differences []redirection.Difference }
 func (e *DifferenceError) Error() string {
 	first := e.Differences[0].String()
 	if more := len(e.Differences) - 1; more > 0 {
-		return fmt.Sprintf("%s (and %d more differences)", first, more)
+		return fmt.Sprintf("%s (and %d more)", first, more)
 	}
 	return first
 }
