@@ -37,7 +37,7 @@ func (p *parts) settleHost(ctx context.Context) error {
 	}
 	for pause := settlePause; ; pause = min(2*pause, settlePauseMax) {
 		all := p.enrolledOf(func(string) bool { return true })
-		if !settled && p.enrolledOf(func(uid string) bool { _, earlier := p.earlier[uid]; return earlier }) {
+		if !settled && p.enrolledOf(p.isEarlier) {
 			settled = attempt("taking out probe entries of pods that have gone", p.probes.Settle)
 		}
 		if !takenOver && settled && (all || time.Since(began) > takeoverWait) {
@@ -70,8 +70,27 @@ func (p *parts) takeOverHost(ctx context.Context) error {
 	return err
 }
 
+// restHost takes the rule for probes out of the host if it is sure that no pod needs it.
+func (p *parts) restHost(ctx context.Context) error {
+	if len(p.enroller.Enrolled()) > 0 {
+		return nil
+	}
+	if p.enrolledOf(p.isEarlier) { // settleHost may be waiting still
+		if err := p.probes.Settle(ctx); err != nil {
+			return err
+		}
+	}
+	return p.probes.Rest(ctx)
+}
+
+// isEarlier tells whether an earlier agent had enrolled the pod.
+func (p *parts) isEarlier(uid string) bool {
+	_, earlier := p.earlier[uid]
+	return earlier
+}
+
 // enrolledOf tells whether all those pods of a complete list that belong in the mesh
-// are enrolled, or kept out by an operator.
+// are enrolled, kept out by an operator, or have ended: then only their objects are left.
 func (p *parts) enrolledOf(of func(uid string) bool) bool {
 	pods, complete := p.pods.List()
 	if !complete {
@@ -82,7 +101,10 @@ func (p *parts) enrolledOf(of func(uid string) bool) bool {
 		enrolled[uid] = struct{}{}
 	}
 	for _, pod := range pods {
-		if _, ok := enrolled[pod.UID]; !ok && of(pod.UID) && p.policy.Decide(pod).InMesh && !p.enroller.Withheld(pod.UID) {
+		if _, ok := enrolled[pod.UID]; ok || !of(pod.UID) || !p.policy.Decide(pod).InMesh {
+			continue
+		}
+		if !p.enroller.Withheld(pod.UID) && !p.enroller.Ended(pod.UID) {
 			return false
 		}
 	}

@@ -174,7 +174,7 @@ func (o *operations) Withdraw(ctx context.Context, pods admin.Selection) (admin.
 	withdrawn, err := o.parts.enroller.Withhold(ctx, pods.Pods)
 	o.keepProbes(nil) // what was found says nothing of what will be there after the way back in
 	if pods.All && err == nil {
-		err = o.parts.probes.Rest(ctx)
+		err = o.parts.restHost(ctx)
 	}
 	return outcome(withdrawn, err)
 }

@@ -234,7 +234,7 @@ const leaveTimeout = 3 * time.Second
 func (p *parts) leaveHost(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, leaveTimeout)
 	defer cancel()
-	if err := p.probes.Rest(ctx); err != nil {
+	if err := p.restHost(ctx); err != nil {
 		p.cfg.Logger.Warn("the host's rule for probes stays, though no pod needs it", "err", err)
 	}
 }

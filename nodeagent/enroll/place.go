@@ -172,6 +172,16 @@ func (e *Enroller) isOver(pod workload.Pod) bool {
 	return len(last.ips) == 0 || !slices.ContainsFunc(pod.IPs, hadNot)
 }
 
+// Ended tells whether the runtime has ended the sandbox in which the pod was, and no other has
+// been enrolled or recorded since. Its object may say for a while yet that it runs.
+func (e *Enroller) Ended(uid string) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	_, ended := e.ended[uid]
+	_, runs := e.places[uid]
+	return ended && !runs
+}
+
 // hasEnded tells whether the runtime has ended the pod's sandbox with that netns, or its only
 // one.
 func (e *Enroller) hasEnded(pod workload.Pod, netns podnetns.Key) bool {

@@ -21,9 +21,10 @@ func BenchmarkNode(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
+	run := func(fn func() error) error { return fn() }
 	defaults := redirection.DefaultOptions()
 	set, err := hostprobe.New(hostprobe.Config{
-		Kernel: kernel, Run: func(fn func() error) error { return fn() },
+		Kernel: kernel, Run: run,
 		Options: redirection.HostOptions{
 			ProbeSourceIPv4: defaults.ProbeSourceIPv4, ProbeSourceIPv6: defaults.ProbeSourceIPv6,
 			IPv6: true, Scope: redirection.ProbeScopePod,
@@ -59,7 +60,7 @@ func BenchmarkNode(b *testing.B) {
 			}
 		}
 	})
-	if err := set.Clear(b.Context()); err != nil {
+	if err := kernel.RemoveHost(b.Context(), run); err != nil {
 		b.Fatal(err)
 	}
 }

@@ -59,7 +59,7 @@ type Set struct {
 	cfg  Config
 	turn chan struct{} // holds one value while an operation is at work; guards all below
 
-	up      bool                    // the rule is meant to be there
+	up      bool                    // the rule is meant to be there, or may be still
 	resting bool                    // it is meant not to be there until the next pod
 	waiting bool                    // what is added is not in the kernel yet, see Together
 	noted   []redirection.HostEntry // what that is
@@ -191,7 +191,8 @@ func (s *Set) Remove(ctx context.Context, uid string) error {
 
 // Settle says that every enrolled pod has been added: entries of pods that ended while
 // no agent ran are taken out of the kernel, and from now on whatever nobody owns is a
-// difference. On an error that is so as well, for the next Verify and Repair.
+// difference. On an error that is so as well, for the next Verify and Repair. Where there
+// is no pod, rule and sets go wholly, as by [Set.Rest].
 func (s *Set) Settle(ctx context.Context) error {
 	release, err := s.take(ctx)
 	if err != nil {
@@ -199,12 +200,12 @@ func (s *Set) Settle(ctx context.Context) error {
 	}
 	defer release()
 	s.settled = true
-	found, err := s.verify(ctx)
-	if err != nil {
-		return err
+	if s.unneeded() {
+		return s.rest(ctx)
 	}
-	if s.up && len(found) == 0 {
-		return nil
+	found, err := s.verify(ctx)
+	if err != nil || len(found) == 0 {
+		return err
 	}
 	return s.repair(ctx)
 }
@@ -223,7 +224,8 @@ func (s *Set) Verify(ctx context.Context) ([]redirection.Difference, error) {
 
 // Repair makes the kernel's rule and sets what they should be. As long as pods may be
 // missing here (see [Set.Settle]) it takes no entry out. It is also how a Set starts.
-// After [Set.Rest] there is nothing to repair, whatever Verify has found before.
+// After [Set.Rest] there is nothing to repair, whatever Verify has found before, but for
+// what that could not take out.
 func (s *Set) Repair(ctx context.Context) error {
 	release, err := s.take(ctx)
 	if err != nil {
@@ -231,40 +233,24 @@ func (s *Set) Repair(ctx context.Context) error {
 	}
 	defer release()
 	if s.resting {
-		return nil
+		return s.rest(ctx)
 	}
 	return s.repair(ctx)
 }
 
-// Clear forgets all pods and takes rule and sets out of the host's netns. The next Add
-// makes them anew. On an error the pods are forgotten all the same; a second Clear
-// tries again.
-func (s *Set) Clear(ctx context.Context) error {
-	release, err := s.take(ctx)
-	if err != nil {
-		return err
-	}
-	defer release()
-	clear(s.pods)
-	clear(s.owners)
-	clear(s.expected)
-	return s.remove(ctx)
-}
-
 // Rest takes rule and sets out of the host's netns if it is sure that no pod needs them,
-// none that is expected either.
-// The next Add makes them anew.
+// none that is expected either, be they of this Set or of an earlier agent.
+// The next Add makes them anew. On an error a second Rest tries again, or a Repair.
 func (s *Set) Rest(ctx context.Context) error {
 	release, err := s.take(ctx)
 	if err != nil {
 		return err
 	}
 	defer release()
-	if !s.settled || !s.up || len(s.pods) > 0 || len(s.expected) > 0 {
+	if !s.unneeded() {
 		return nil
 	}
-	s.resting = true
-	return s.remove(ctx)
+	return s.rest(ctx)
 }
 
 // take waits for the turn. Whoever gets it calls release.
@@ -325,13 +311,24 @@ func (s *Set) entries() []redirection.HostEntry {
 	return entries
 }
 
-func (s *Set) remove(ctx context.Context) error {
-	s.up = false
-	return s.cfg.Kernel.RemoveHost(ctx, s.cfg.Run)
+// unneeded says whether it is sure that no pod needs the rule.
+func (s *Set) unneeded() bool {
+	return s.settled && len(s.pods) == 0 && len(s.expected) == 0
+}
+
+// rest takes out rule and sets, once.
+func (s *Set) rest(ctx context.Context) error {
+	if s.resting && !s.up {
+		return nil
+	}
+	s.resting = true
+	err := s.cfg.Kernel.RemoveHost(ctx, s.cfg.Run)
+	s.up = err != nil
+	return err
 }
 
 func (s *Set) ensure(ctx context.Context) error {
-	if s.up {
+	if s.up && !s.resting {
 		return nil
 	}
 	if err := s.cfg.Kernel.EnsureHost(ctx, s.cfg.Run, s.cfg.Options); err != nil {

@@ -72,6 +72,7 @@ func TestAddRefuses(t *testing.T) {
 	eachBackend(t, func(t *testing.T, b backend) {
 		r := newRig(t, b, declared)
 		r.settle()
+		r.add("p0", "10.0.0.9") // no port, no entry
 		many := make([]uint16, hostprobe.MaxEntriesPerPod)
 		for i := range many {
 			many[i] = uint16(i) + 1
@@ -290,25 +291,6 @@ func TestVerifyWritesNothing(t *testing.T) {
 	})
 }
 
-// TestClear leaves nothing behind, and nothing comes back by itself.
-func TestClear(t *testing.T) {
-	eachBackend(t, func(t *testing.T, b backend) {
-		r := newRig(t, b)
-		r.gone() // a Set that nobody used
-		r.differs()
-		r.settle()
-		r.add("p1", "10.0.0.1")
-		r.must(r.Clear(t.Context()))
-		r.gone()
-		r.must(r.Clear(t.Context()))
-		r.remove("p1")
-		r.differs()
-		r.gone()
-		r.add("p2", "10.0.0.2")
-		r.holds("10.0.0.2")
-	})
-}
-
 // TestRest takes the rule away only where that is sure to harm nobody.
 func TestRest(t *testing.T) {
 	eachBackend(t, func(t *testing.T, b backend) {
@@ -331,6 +313,58 @@ func TestRest(t *testing.T) {
 		r.gone()
 		r.add("p2", "10.0.0.2")
 		r.holds("10.0.0.2")
+	})
+}
+
+// TestWithoutPods: a Set that has no pod makes no rule, and takes out that of an earlier one.
+func TestWithoutPods(t *testing.T) {
+	eachBackend(t, func(t *testing.T, b backend) {
+		r := newRig(t, b)
+		r.gone() // a Set that nobody used
+		r.differs()
+		r.settle()
+		r.gone()
+		r.add("gone", "10.0.0.1")
+		r.restart()
+		r.must(r.Rest(t.Context())) // the pod may be there
+		r.kernelHolds("10.0.0.1")
+		r.settle()
+		r.gone()
+		r.add("p1", "10.0.0.2")
+		r.holds("10.0.0.2")
+	})
+}
+
+// TestRefusedRest: a pod that comes meanwhile has its rule, and no entry of before.
+func TestRefusedRest(t *testing.T) {
+	eachBackend(t, func(t *testing.T, b backend) {
+		r := newRig(t, b)
+		r.add("gone", "10.0.0.1")
+		r.restart()
+		r.kernel.before = func(string, redirection.HostEntry) error { return errKernel }
+		if err := r.Settle(t.Context()); !errors.Is(err, errKernel) {
+			t.Errorf("Settle returned %v", err)
+		}
+		r.kernel.before = nil
+		r.differs("10.0.0.1")
+		r.add("p1", "10.0.0.2")
+		r.differs("10.0.0.1")
+		r.must(r.Repair(t.Context()))
+		r.holds("10.0.0.2")
+	})
+}
+
+// TestEmptySet: what is in a set that is meant to be empty is a difference.
+func TestEmptySet(t *testing.T) {
+	eachBackend(t, func(t *testing.T, b backend) {
+		r := newRig(t, b)
+		r.settle()
+		r.add("p1", "10.0.0.1")
+		r.remove("p1")
+		r.must(b.AddEntries(t.Context(), r.host.Runner(), r.opts, entries(t, "10.9.9.9")...))
+		r.differs("10.9.9.9")
+		r.must(r.Repair(t.Context()))
+		r.holds()
 	})
 }
 
@@ -423,13 +457,14 @@ func TestLostTable(t *testing.T) {
 	eachBackend(t, func(t *testing.T, b backend) {
 		r := newRig(t, b)
 		r.settle()
+		r.add("p0", "10.0.0.9")
 		r.must(b.RemoveHost(t.Context(), r.host.Runner()))
 		addrs, _ := parse(t, "10.0.0.1")
 		wantError(t, "Add", r.Add(t.Context(), "p1", addrs, nil), "10.0.0.1")
 		r.must(r.Repair(t.Context()))
-		r.holds()
+		r.holds("10.0.0.9")
 		r.add("p1", "10.0.0.1")
-		r.holds("10.0.0.1")
+		r.holds("10.0.0.1", "10.0.0.9")
 	})
 }
 
@@ -452,7 +487,7 @@ func TestNoHost(t *testing.T) {
 		addrs, _ := parse(t, "10.0.0.1")
 		ctx := t.Context()
 		for name, err := range map[string]error{
-			"Add": r.Add(ctx, "p1", addrs, nil), "Repair": r.Repair(ctx), "Settle": r.Settle(ctx), "Clear": r.Clear(ctx),
+			"Add": r.Add(ctx, "p1", addrs, nil), "Repair": r.Repair(ctx), "Settle": r.Settle(ctx), "Rest": r.Rest(ctx),
 		} {
 			if !errors.Is(err, errKernel) {
 				t.Errorf("%s returned %v", name, err)
@@ -466,11 +501,14 @@ func TestNoHost(t *testing.T) {
 		if _, err := r.Verify(ctx); !errors.Is(err, errKernel) {
 			t.Errorf("Verify returned %v", err)
 		}
-		if err := r.Clear(ctx); !errors.Is(err, errKernel) {
-			t.Errorf("Clear returned %v", err)
+		for name, err := range map[string]error{"Remove": r.Remove(ctx, "p1"), "Rest": r.Rest(ctx)} {
+			if !errors.Is(err, errKernel) {
+				t.Errorf("%s returned %v", name, err)
+			}
 		}
 		broken = false
-		r.must(r.Clear(ctx))
+		r.differs("10.0.0.1")
+		r.must(r.Repair(ctx))
 		r.gone()
 	})
 }
@@ -519,7 +557,7 @@ func (r *rig) refuse(ctx context.Context) {
 	_, verifyErr := r.Verify(ctx)
 	for name, err := range map[string]error{
 		"Add": r.Add(ctx, "p1", addrs, nil), "Remove": r.Remove(ctx, "p1"), "Verify": verifyErr,
-		"Repair": r.Repair(ctx), "Settle": r.Settle(ctx), "Clear": r.Clear(ctx),
+		"Repair": r.Repair(ctx), "Settle": r.Settle(ctx), "Rest": r.Rest(ctx),
 	} {
 		if !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "probe entries") {
 			r.t.Errorf("%s returned %v", name, err)

@@ -35,7 +35,7 @@ func TestProbesBypassTheProxy(t *testing.T) {
 		n.lands(n.elsewhere, appPort, "proxy", nodeAddrs)
 		n.remove("p1")
 		n.lands(n.host, appPort, "proxy", nodeAddrs)
-		n.must(n.Clear(t.Context()))
+		n.must(n.Rest(t.Context()))
 		n.lands(n.host, appPort, "proxy", nodeAddrs)
 	})
 }

@@ -264,6 +264,10 @@ func (u *unreliable) SetEntries(ctx context.Context, run redirection.Runner, opt
 	return u.around("set", redirection.HostEntry{}, func() error { return u.backend.SetEntries(ctx, run, opts, all) })
 }
 
+func (u *unreliable) RemoveHost(ctx context.Context, run redirection.Runner) error {
+	return u.around("remove", redirection.HostEntry{}, func() error { return u.backend.RemoveHost(ctx, run) })
+}
+
 // node is a rig with two neighbours of the host:
 //
 //	pod ── host ── elsewhere

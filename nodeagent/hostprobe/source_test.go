@@ -71,7 +71,8 @@ func TestCheckSourceDeclared(t *testing.T) {
 		n.add("p1", "10.0.0.2", "fd00:a::2", ":8080")
 		n.checks("p1", sources)
 		n.holds("10.0.0.2:8080", "[fd00:a::2]:8080")
-		n.must(n.Clear(t.Context()))
+		n.remove("p1")
+		n.must(n.Rest(t.Context()))
 		for _, a := range n.CheckSource(t.Context(), "p1", podAddrs, n.pod.Runner()) {
 			wantError(t, a.String(), a.Err, "the pod itself has none")
 		}
