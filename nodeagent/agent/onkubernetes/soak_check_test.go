@@ -7,7 +7,6 @@ package onkubernetes
 import (
 	"errors"
 	"fmt"
-	"io/fs"
 	"maps"
 	"net/netip"
 	"os"
@@ -168,9 +167,6 @@ func (s *soak) checkHost(wanted map[string]*life) error {
 		return err
 	}
 	set, err := conn.GetSetByName(&nftables.Table{Name: redirection.HostTable, Family: nftables.TableFamilyINet}, redirection.ProbeSetIPv4)
-	if errors.Is(err, fs.ErrNotExist) && len(addresses) == 0 {
-		return nil // an agent that was settled without pods has taken it out
-	}
 	if err != nil {
 		return fmt.Errorf("looking for the set of addresses: %w", err)
 	}
