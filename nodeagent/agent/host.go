@@ -76,7 +76,7 @@ func (p *parts) restHost(ctx context.Context) error {
 		return nil
 	}
 	if p.enrolledOf(p.isEarlier) { // settleHost may be waiting still
-		if err := p.probes.Settle(ctx); err != nil {
+		if err := p.probes.AllAdded(ctx); err != nil {
 			return err
 		}
 	}

@@ -65,14 +65,14 @@ func wantBareHost(t *testing.T) {
 	}
 }
 
-// awaitBareHost waits for what an agent does soon after its start.
-func awaitBareHost(t *testing.T) {
+// awaitNoEntry waits for what an agent does soon after its start.
+func awaitNoEntry(t *testing.T, mode string, addr netip.Addr) {
 	t.Helper()
 	tick := time.NewTicker(10 * time.Millisecond)
 	defer tick.Stop()
-	for deadline := time.Now().Add(patience); !isBare(t); <-tick.C {
+	for deadline := time.Now().Add(patience); hasEntry(t, mode, addr); <-tick.C {
 		if time.Now().After(deadline) {
-			t.Fatalf("the host's rule for probes stays:\n%s", everything(t, netnstest.Self(t)))
+			t.Fatalf("the host's set keeps %s:\n%s", addr, everything(t, netnstest.Self(t)))
 		}
 	}
 }
@@ -119,11 +119,12 @@ func TestNoEntryOutlivesItsPod(t *testing.T) {
 				s.leave(t, cfg)
 				after(s)
 				r = start(t, cfg)
-				awaitBareHost(t)
+				awaitNoEntry(t, cfg.Redirection, s.ip)
 				if result := r.verify(admin.VerifyRequest{}); !result.OK() {
 					t.Errorf("afterwards: %+v", result)
 				}
 				r.end()
+				wantBareHost(t)
 			})
 		}
 	})
@@ -185,7 +186,7 @@ func TestEntriesStayForPodsNotFound(t *testing.T) {
 	})
 }
 
-// An agent without pods makes nothing on the host, and takes out what it finds there.
+// An agent without pods takes the entries that it finds on the host out, and leaves nothing there at its end.
 func TestHostWithoutPods(t *testing.T) {
 	eachMode(t, func(t *testing.T, cfg agent.Config) {
 		r := begin(t, cfg)
@@ -198,7 +199,7 @@ func TestHostWithoutPods(t *testing.T) {
 		other := config(t) // which does not know of the pod
 		other.Redirection = cfg.Redirection
 		r = start(t, other)
-		awaitBareHost(t)
+		awaitNoEntry(t, cfg.Redirection, s.ip)
 		r.end()
 		wantBareHost(t)
 	})

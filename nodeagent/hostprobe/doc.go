@@ -20,8 +20,8 @@
 // yet; the API may show pods without addresses. So nothing is taken out of the kernel
 // before the caller says that every pod has been added ([Set.Settle]), nor while a
 // pod's addresses are unknown. From then on kernel and memory are to agree exactly,
-// and [Set.Verify] and [Set.Repair] see to it. Where there is no pod, rule and sets of
-// an earlier process go then, and none are made.
+// and [Set.Verify] and [Set.Repair] see to it. [Set.Rest] takes out rule and sets, an
+// earlier process' too, where no pod is left.
 //
 // # Whether it works
 //

@@ -191,8 +191,9 @@ func (s *Set) Remove(ctx context.Context, uid string) error {
 
 // Settle says that every enrolled pod has been added: entries of pods that ended while
 // no agent ran are taken out of the kernel, and from now on whatever nobody owns is a
-// difference. On an error that is so as well, for the next Verify and Repair. Where there
-// is no pod, rule and sets go wholly, as by [Set.Rest].
+// difference. On an error that is so as well, for the next Verify and Repair. It makes the
+// rule also for no pod, so that the first one need not wait for whoever changes rules on the
+// host meanwhile, but not after [Set.Rest].
 func (s *Set) Settle(ctx context.Context) error {
 	release, err := s.take(ctx)
 	if err != nil {
@@ -200,14 +201,28 @@ func (s *Set) Settle(ctx context.Context) error {
 	}
 	defer release()
 	s.settled = true
-	if s.unneeded() {
+	if s.resting {
 		return s.rest(ctx)
 	}
 	found, err := s.verify(ctx)
-	if err != nil || len(found) == 0 {
+	if err != nil {
 		return err
 	}
+	if s.up && len(found) == 0 {
+		return nil
+	}
 	return s.repair(ctx)
+}
+
+// AllAdded says the same as Settle, and leaves what follows to Verify, Repair and Rest.
+func (s *Set) AllAdded(ctx context.Context) error {
+	release, err := s.take(ctx)
+	if err != nil {
+		return err
+	}
+	defer release()
+	s.settled = true
+	return nil
 }
 
 // Verify compares the kernel's rule and sets with what they should be, and returns

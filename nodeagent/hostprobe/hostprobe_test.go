@@ -316,19 +316,27 @@ func TestRest(t *testing.T) {
 	})
 }
 
-// TestWithoutPods: a Set that has no pod makes no rule, and takes out that of an earlier one.
+// TestWithoutPods: a Set that has no pod makes the rule when that is sure, and takes out the entries, or all, of an earlier one.
 func TestWithoutPods(t *testing.T) {
 	eachBackend(t, func(t *testing.T, b backend) {
 		r := newRig(t, b)
 		r.gone() // a Set that nobody used
 		r.differs()
 		r.settle()
-		r.gone()
+		r.holds()
 		r.add("gone", "10.0.0.1")
 		r.restart()
 		r.must(r.Rest(t.Context())) // the pod may be there
 		r.kernelHolds("10.0.0.1")
 		r.settle()
+		r.holds()
+		r.add("gone", "10.0.0.1")
+		r.restart()
+		r.must(r.AllAdded(t.Context()))
+		r.kernelHolds("10.0.0.1")
+		r.must(r.Rest(t.Context()))
+		r.gone()
+		r.settle() // late: the rule rests until the next pod
 		r.gone()
 		r.add("p1", "10.0.0.2")
 		r.holds("10.0.0.2")
