@@ -39,3 +39,12 @@ func (l listing) pod(uid string) (workload.Pod, bool) {
 	}
 	return l.pods[i], true
 }
+
+// known returns one pod for each UID, the one that counts.
+func (l listing) known() []workload.Pod {
+	pods := make([]workload.Pod, 0, len(l.byUID))
+	for _, i := range l.byUID {
+		pods = append(pods, l.pods[i])
+	}
+	return pods
+}

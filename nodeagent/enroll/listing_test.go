@@ -3,6 +3,7 @@
 package enroll
 
 import (
+	"errors"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
@@ -48,6 +49,11 @@ func TestForgedMirror(t *testing.T) {
 			}
 			if got != tc.want {
 				t.Errorf("UID %s is %q, want %q", victim.UID, got, tc.want)
+			}
+			// An operator who withdraws the forged pod does not withdraw the other.
+			named, err := e.named([]string{"evil/web"})
+			if isThere := tc.want == "evil/web"; errors.Is(err, ErrNoSuchPod) == isThere || len(named) == 1 != isThere {
+				t.Errorf("named evil/web is %v, %v", named, err)
 			}
 		})
 	}

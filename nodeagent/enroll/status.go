@@ -80,7 +80,7 @@ func (e *Enroller) podsNow() ([]admin.PodStatus, map[string]struct{}) {
 // Skipped reports the attached pods that are not in the mesh, those that an operator keeps out, and those that run here
 // and could not be enrolled, with the reason that holds now: what was so when a pod was attached may have changed since.
 func (e *Enroller) Skipped() []admin.SkippedStatus {
-	pods, _ := e.cfg.Inventory.List()
+	pods := e.list().known()
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	outside := map[string]admin.SkippedStatus{} // by UID: a pod may have several attachments

@@ -88,7 +88,7 @@ func (e *Enroller) withhold(ctx context.Context, pod workload.Pod) error {
 // Release lets withheld pods back into the mesh: those that belong there are enrolled
 // soon after. names are as for Withhold; none means all that are withheld.
 func (e *Enroller) Release(names []string) ([]string, error) {
-	inventory, _ := e.cfg.Inventory.List()
+	inventory := e.list().known()
 	var out []string
 	e.mu.Lock()
 	for _, pod := range inventory {
@@ -129,7 +129,7 @@ func (e *Enroller) takeReleased() []string {
 
 // named returns the pods that an operator means.
 func (e *Enroller) named(names []string) ([]workload.Pod, error) {
-	inventory, _ := e.cfg.Inventory.List()
+	inventory := e.list().known()
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	var pods []workload.Pod
